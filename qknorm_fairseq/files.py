@@ -1,0 +1,75 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8 with Unix line ends: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes private files; ours are ordinary ones
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_lines(path: Path, lines: list[str]) -> None:
+    """Write one line each. The lines must not hold a line feed themselves."""
+    write_text(path, "".join(f"{line}\n" for line in lines))
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A directory that appears at `path` complete, when the block ends without an exception.
+
+    What stood at `path` before is replaced then, and left as it was otherwise.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        yield work
+        os.chmod(work, 0o777 & ~_umask())
+        if path.exists():
+            old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
+            os.replace(path, old / path.name)
+            os.replace(work, path)
+            shutil.rmtree(old)
+        else:
+            os.replace(work, path)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def sha256(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file's content, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
