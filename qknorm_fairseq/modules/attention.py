@@ -1,0 +1,186 @@
+"""Query-Key Normalization (Henry et al. 2020, arXiv 2010.04245, section 3).
+
+For one head with queries Q (T x d), keys K (S x d) and values V (S x d):
+
+    QKNorm(Q, K, V) = softmax(g * Qn Kn^T + mask) V,    Qn = Q / |Q|_2,  Kn = K / |K|_2
+
+The norms run along the head dimension, after the projection and the split into heads. `g` is one
+learned scalar for each attention module; it stands where 1/sqrt(d) stood. A dot product of unit
+vectors lies in [-1, 1], so the logits lie in [-g, g] whatever the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from fairseq.modules import MultiheadAttention
+from torch import Tensor, nn
+
+IncrementalState = dict[str, dict[str, Tensor | None]]
+
+
+def g0_from_length(length: float) -> float:
+    """The paper's start value of `g`: log2(L^2 - L).
+
+    Args:
+        length: L, the 97.5th percentile of the training sequences' lengths in subwords, source
+            and target together. 72 gives 12.32.
+
+    Raises:
+        ValueError: L is under 2, where the formula gives less than 1 or nothing at all.
+    """
+    if not length >= 2 or math.isinf(length):
+        raise ValueError(f"L must be a length of at least 2 subwords to start g from, not {length}")
+    return math.log2(length * length - length)
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / |x|_2 along the last dimension; finite, with finite gradients, whatever x is.
+
+    A vector shorter than 1e-12 (in half precision: than its smallest normal number) has no
+    direction: it becomes zero and gets no gradient, so it attends to all keys alike.
+
+    Shape: any, returned as given, in the dtype of `x`. The norms are computed in at least fp32.
+    """
+    shortest = max(1e-12, torch.finfo(x.dtype).tiny)
+    wide = x if x.dtype == torch.float64 else x.float()
+    # The direction doesn't depend on the length, so the length is first taken out roughly, as a
+    # constant: the squares of what remains can't overflow, and the gradient stays the right one.
+    largest = wide.detach().abs().amax(-1, keepdim=True).clamp_min(shortest)
+    wide = wide / largest
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    # The clamp cuts the gradient of vectors that are zeroed anyway (0 / 0 otherwise).
+    has_direction = norm.detach() * largest > shortest
+    return (wide / norm.clamp_min(0.5) * has_direction).type_as(x)
+
+
+class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
+    """fairseq's `MultiheadAttention` with queries and keys of unit length, scaled by `g`.
+
+    Arguments, call signature, shapes and parameter names are those of fairseq's module, plus the
+    scalar parameter `g`. Keys are normalized once, before they are cached for decoding.
+
+    Args:
+        g0: the value `g` starts from; see :func:`g0_from_length`.
+    """
+
+    def __init__(self, *args: Any, g0: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.use_xformers:
+            raise ValueError("QKNorm has an attention of its own: leave xformers_att_config unset")
+        self.g0 = float(g0)
+        self.g = nn.Parameter(torch.tensor(self.g0))
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, num_heads={self.num_heads}, g={self.g.item():.4g}"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: IncrementalState | None = None,
+        need_weights: bool = True,
+        static_kv: bool = False,
+        attn_mask: Tensor | None = None,
+        before_softmax: bool = False,
+        need_head_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from each query to all keys.
+
+        With B sentences, H heads, `T` queries, `S` keys:
+
+        Args:
+            query: T x B x embed_dim.
+            key, value: S x B x kdim and S x B x vdim; None where `static_kv` and cached.
+            key_padding_mask: B x S, true at keys that are padding.
+            incremental_state: cache of decoding; new keys and values are appended to it.
+            need_weights: return the weights, averaged over the heads (B x T x S).
+            static_kv: the keys are the same at each step (encoder-decoder attention).
+            attn_mask: T x S, either true where masked or a number to add to the logits.
+            before_softmax: return the logits (B*H x T x S) and the values (B*H x S x d) instead.
+            need_head_weights: return the weights of each head (H x B x T x S).
+
+        Returns:
+            the output (T x B x embed_dim), and the weights before dropout or None.
+        """
+        tgt_len, bsz, _ = query.size()
+        cache = {} if incremental_state is None else self._get_input_buffer(incremental_state)
+
+        # Project, split into heads, normalize.
+        if static_kv and "prev_key" in cache:
+            k, v = cache["prev_key"], cache["prev_value"]
+            key_padding_mask = cache["prev_key_padding_mask"]
+        else:
+            assert key is not None and value is not None
+            if self.encoder_decoder_attention and self.beam_size > 1 and key.size(1) == bsz:
+                # Decoding repeats each sentence for each hypothesis of the beam: once is enough.
+                key, value = key[:, :: self.beam_size], value[:, :: self.beam_size]
+                if key_padding_mask is not None:
+                    key_padding_mask = key_padding_mask[:: self.beam_size]
+            k, v = self.k_proj(key), self.v_proj(value)
+            if self.bias_k is not None:
+                k = torch.cat([k, self.bias_k.expand(-1, k.size(1), -1)])
+                v = torch.cat([v, self.bias_v.expand(-1, v.size(1), -1)])
+                key_padding_mask, attn_mask = self._pad_masks(key_padding_mask, attn_mask)
+            k, v = unit(self._split_heads(k)), self._split_heads(v)
+            if "prev_key" in cache:
+                k = torch.cat([cache["prev_key"], k], dim=2)
+                v = torch.cat([cache["prev_value"], v], dim=2)
+                key_padding_mask = self._append_prev_key_padding_mask(
+                    key_padding_mask, cache["prev_key_padding_mask"], k.size(0), k.size(2), False
+                )
+            if incremental_state is not None:
+                cache["prev_key"], cache["prev_value"] = k, v
+                cache["prev_key_padding_mask"] = key_padding_mask
+                self._set_input_buffer(incremental_state, cache)
+        q = self.g * unit(self._split_heads(self.q_proj(query)))
+
+        if self.add_zero_attn:
+            k = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
+            v = torch.cat([v, torch.zeros_like(v[:, :, :1])], dim=2)
+            key_padding_mask, attn_mask = self._pad_masks(key_padding_mask, attn_mask)
+
+        # The hypotheses of one sentence (`beam` of them; 1 outside decoding) share its keys:
+        # they are simply more queries.
+        sentences, heads, src_len, head_dim = k.shape
+        beam = bsz // sentences
+        q = q.view(sentences, beam, heads, tgt_len, head_dim).transpose(1, 2)
+        rows = q.reshape(sentences, heads, beam * tgt_len, head_dim)
+        logits = torch.matmul(rows, k.transpose(2, 3))
+        logits = logits.view(sentences, heads, beam, tgt_len, src_len)
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                logits = logits.masked_fill(attn_mask, float("-inf"))
+            else:
+                logits = logits + attn_mask
+        if key_padding_mask is not None:
+            padding = key_padding_mask.bool().view(sentences, 1, 1, 1, src_len)
+            logits = logits.masked_fill(padding, float("-inf"))
+        if before_softmax:
+            return logits.transpose(1, 2).reshape(-1, tgt_len, src_len), v.flatten(0, 1)
+
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        weights = torch.softmax(logits, dim=-1, dtype=wide)
+        kept = self.dropout_module(weights.type_as(logits)).flatten(2, 3)
+        attended = torch.matmul(kept, v).view(sentences, heads, beam, tgt_len, head_dim)
+        attended = attended.permute(3, 0, 2, 1, 4).reshape(tgt_len, bsz, self.embed_dim)
+        output = self.out_proj(attended)
+
+        if not (need_weights or need_head_weights):
+            return output, None
+        weights = weights.transpose(0, 1).reshape(heads, bsz, tgt_len, src_len)
+        return output, weights if need_head_weights else weights.mean(dim=0)
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """T x B x embed_dim to B x H x T x head_dim."""
+        length, bsz, _ = x.shape
+        return x.view(length, bsz, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
+        """Let the weights of an attention without `g` in; `g` then starts from g0."""
+        super().upgrade_state_dict_named(state_dict, name)
+        state_dict.setdefault(f"{name}.g" if name else "g", torch.tensor(self.g0))

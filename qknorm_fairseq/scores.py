@@ -1,0 +1,107 @@
+"""BLEU, chrF and TER by sacreBLEU, each with the signature that reproduces it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from sacrebleu.metrics import BLEU, CHRF, TER
+from sacremoses import MosesDetokenizer, MosesTokenizer
+
+from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.text import one_spaced, read_lines
+
+# sacreBLEU's own tokenizers for languages that write no spaces (those without a dependency).
+BLEU_TOKENIZERS = {"zh": "zh", "ja": "char", "ko": "char", "th": "char", "my": "char", "km": "char"}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Corpus scores, in percent.
+
+    Attributes:
+        bleu_tok: BLEU over Moses tokens, as multi-bleu.perl counts it: what papers report.
+        bleu, chrf, ter: on detokenized text, with sacreBLEU's defaults.
+        signatures: for each of them, sacreBLEU's signature.
+    """
+
+    bleu_tok: float
+    bleu: float
+    chrf: float
+    ter: float
+    signatures: dict[str, str]
+
+
+def score(
+    hypotheses: Sequence[str], references: Sequence[str], *, lang: str = "en", tokenized: bool
+) -> Scores:
+    """Score one reference per hypothesis.
+
+    Args:
+        lang: the target language, for Moses' rules and for BLEU where no spaces are written.
+        tokenized: the lines are Moses tokens (as in IWSLT'15 and TED); otherwise they are text.
+
+    Raises:
+        QKNormError: the numbers of lines differ, or there are none.
+    """
+    if len(hypotheses) != len(references):
+        raise QKNormError(
+            f"{len(hypotheses)} hypotheses, but {len(references)} references: "
+            "each needs its counterpart on the same line"
+        )
+    if not references:
+        raise QKNormError("nothing to score: no lines")
+    if tokenized:
+        tokens = hypotheses, references
+        texts = detokenize(hypotheses, lang), detokenize(references, lang)
+    else:
+        tokens = tokenize(hypotheses, lang), tokenize(references, lang)
+        texts = hypotheses, references
+    metrics = {
+        # force: sacreBLEU warns of tokenized text, which is what is meant here.
+        "bleu_tok": (BLEU(tokenize="none", force=True), tokens),
+        "bleu": (BLEU(tokenize=BLEU_TOKENIZERS.get(lang, "13a"), force=True), texts),
+        "chrf": (CHRF(), texts),
+        "ter": (TER(), texts),
+    }
+    values: dict[str, float] = {}
+    signatures: dict[str, str] = {}
+    for name, (metric, (hypothesis, reference)) in metrics.items():
+        values[name] = metric.corpus_score(list(hypothesis), [list(reference)]).score
+        signatures[name] = str(metric.get_signature())
+    return Scores(**values, signatures=signatures)
+
+
+def score_files(hyp: Path, ref: Path, *, lang: str = "en", tokenized: bool = False) -> Scores:
+    """:func:`score` of two files, one sentence a line.
+
+    Raises:
+        QKNormError: a file is missing or not UTF-8, or the numbers of lines differ.
+    """
+    hypotheses, references = read_lines(hyp), read_lines(ref)
+    if len(hypotheses) != len(references):
+        raise QKNormError(
+            f"{hyp} has {len(hypotheses)} lines and {ref} has {len(references)}: "
+            "each hypothesis needs its reference on the same line"
+        )
+    return score(hypotheses, references, lang=lang, tokenized=tokenized)
+
+
+def tokenize(lines: Sequence[str], lang: str) -> list[str]:
+    """Text to Moses tokens, joined by spaces, nothing escaped."""
+    moses = _moses(MosesTokenizer, lang)
+    return [moses.tokenize(line, return_str=True, escape=False) for line in lines]
+
+
+def detokenize(lines: Sequence[str], lang: str) -> list[str]:
+    """Moses tokens to text."""
+    moses = _moses(MosesDetokenizer, lang)
+    return [one_spaced(moses.detokenize(line.split())) for line in lines]
+
+
+@lru_cache
+def _moses(tool: type[Any], lang: str) -> Any:
+    return tool(lang=lang)

@@ -1,0 +1,95 @@
+"""Joint byte-pair encoding by sentencepiece, and the fairseq dictionary that is its vocabulary."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import sentencepiece
+
+from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.files import write_lines
+from qknorm_fairseq.text import one_spaced
+
+MOST_TRAINING_LINES = 1_000_000  # enough for stable merges; keeps time and memory bounded
+
+
+class Subwords:
+    """A sentencepiece model: raw text to pieces and back.
+
+    The text is not normalized beyond its white space, so that what a model learns to write is
+    what the references say.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """
+        Raises:
+            QKNormError: there is no such file, or it is no sentencepiece model.
+        """
+        try:
+            self.model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        except (OSError, RuntimeError):
+            raise QKNormError(f"{file}: not a sentencepiece model") from None
+
+    def encode(self, lines: Sequence[str]) -> list[list[str]]:
+        """The pieces of each line; what the vocabulary lacks is `<unk>`, as fairseq writes it."""
+        return [self.model.id_to_piece(ids) for ids in self.model.encode(list(lines))]
+
+    def decode(self, pieces: Sequence[str]) -> str:
+        return one_spaced("".join(pieces).replace("▁", " "))
+
+    def write_dictionary(self, file: Path) -> None:
+        """The vocabulary as a fairseq dictionary: every piece, in the model's own order.
+
+        The counts mean nothing; fairseq adds its <s>, <pad>, </s> and <unk> itself.
+        """
+        numbers = range(self.model.get_piece_size())
+        pieces = [
+            self.model.id_to_piece(number)
+            for number in numbers
+            if not self.model.is_control(number) and not self.model.is_unknown(number)
+        ]
+        write_lines(file, [f"{piece} 1" for piece in pieces])
+
+
+def train_subwords(lines: Sequence[str], vocab_size: int, file: Path) -> int:
+    """Train a BPE model on `lines` (both languages together) and write it to `file`.
+
+    Returns:
+        the size of the vocabulary: less than `vocab_size` where the text is too small for it.
+
+    Raises:
+        QKNormError: the text has too little in it, or too many characters for `vocab_size`.
+    """
+    step = -(-len(lines) // MOST_TRAINING_LINES) or 1
+    sample = lines[::step]
+    characters = len({character for line in sample for character in line})
+    # Every character becomes a piece of its own, unless a large writing system would fill the
+    # vocabulary with its rarest ones.
+    coverage = 1.0 if characters < vocab_size // 4 else 0.9995
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sample),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            character_coverage=coverage,
+            normalization_rule_name="identity",
+            max_sentence_length=100_000,
+            num_threads=1,  # more don't speed up BPE; one gives the same model everywhere
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        possible = re.search(r"too high.*?<= (\d+)", str(error))
+        if possible and int(possible[1]) > 4:
+            return train_subwords(lines, int(possible[1]), file)
+        reason = str(error).strip().rpartition("] ")[2]
+        raise QKNormError(
+            f"sentencepiece can't make {vocab_size} subwords of {len(sample)} lines with "
+            f"{characters} different characters: {reason} (change --vocab-size)"
+        ) from None
+    file.write_bytes(model.getvalue())
+    return Subwords(file).model.get_piece_size()  # type: ignore[no-any-return]

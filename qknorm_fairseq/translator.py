@@ -1,0 +1,172 @@
+"""Raw text to raw text by a trained checkpoint: `qknorm translate`."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils, utils
+
+import qknorm_fairseq
+from qknorm_fairseq.checkpoints import refused_name
+from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description
+from qknorm_fairseq.subwords import Subwords
+
+logger = logging.getLogger(__name__)
+
+EXTRA_LENGTH = 50  # a hypothesis has at most so many subwords more than its source
+
+
+class Translator:
+    """A checkpoint of any fairseq translation model, with the subwords it was trained on.
+
+    The subwords and dictionaries are looked for beside the checkpoint (a run's folder holds
+    them), then where the training data was.
+
+    Args:
+        data: the folder that `qknorm prepare` made, if it is in neither place.
+        beam: hypotheses kept while searching.
+        lenpen: fairseq's length penalty: over 1 favours long translations.
+        max_sentences, max_tokens: the most of one batch; tokens include padding.
+        cpu: use the CPU even where there is a GPU.
+
+    Raises:
+        QKNormError: a file is missing, damaged, not a checkpoint, or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        data: Path | None = None,
+        beam: int = 4,
+        lenpen: float = 1.0,
+        max_sentences: int = 64,
+        max_tokens: int = 6000,
+        cpu: bool = False,
+    ) -> None:
+        qknorm_fairseq.register()
+        self.max_sentences, self.max_tokens = max_sentences, max_tokens
+        state = _load(checkpoint)
+        folder = _find_data(checkpoint, data, state)
+        self.description = Description.load(folder)
+        self.subwords = Subwords(folder / SUBWORDS)
+        try:
+            models, cfg, self.task = checkpoint_utils.load_model_ensemble_and_task(
+                [str(checkpoint)], arg_overrides={"data": str(folder)}
+            )
+        except (RuntimeError, KeyError, AttributeError, ValueError, OSError) as error:
+            reason = str(error).strip().splitlines()
+            raise QKNormError(
+                f"{checkpoint} does not fit the vocabulary in {folder}, or is of another model: "
+                f"{reason[-1].strip() if reason else type(error).__name__}"
+            ) from None
+        self.device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
+        for model in models:
+            model.to(self.device).eval().prepare_for_inference_(cfg)
+        self.models = models
+        self.generator = self.task.build_generator(
+            models,
+            Namespace(beam=beam, lenpen=lenpen, max_len_a=1, max_len_b=EXTRA_LENGTH),
+        )
+        self.longest = min(
+            utils.resolve_max_positions(
+                self.task.max_positions(), *(m.max_positions() for m in models)
+            )
+        )
+
+    def translate(self, lines: Sequence[str]) -> list[str]:
+        """One translation a line, in the same order; an empty line stays empty."""
+        return list(self.translate_in_chunks(lines, len(lines) or 1))
+
+    def translate_in_chunks(self, lines: Iterable[str], size: int) -> Iterator[str]:
+        """The same for a stream: reads `size` lines, yields their translations, and goes on."""
+        chunk: list[str] = []
+        for line in lines:
+            chunk.append(line)
+            if len(chunk) == size:
+                yield from self._translate(chunk)
+                chunk = []
+        yield from self._translate(chunk)
+
+    @torch.inference_mode()
+    def _translate(self, lines: Sequence[str]) -> list[str]:
+        translations = [""] * len(lines)
+        filled = [number for number, line in enumerate(lines) if line]
+        if not filled:
+            return translations
+        tokens = []
+        for number, pieces in zip(
+            filled, self.subwords.encode([lines[n] for n in filled]), strict=True
+        ):
+            if len(pieces) >= self.longest:
+                logger.warning(
+                    f"a line of {len(pieces)} subwords is cut to the {self.longest - 1} that the "
+                    f"model can read: {lines[number][:40]}..."
+                )
+            tokens.append(self._indices(pieces[: self.longest - 1]))
+        batches = self.task.get_batch_iterator(
+            dataset=self.task.build_dataset_for_inference(tokens, [len(t) for t in tokens]),
+            max_tokens=max(self.max_tokens, max(map(len, tokens))),
+            max_sentences=self.max_sentences,
+            max_positions=None,
+        ).next_epoch_itr(shuffle=False)
+        for batch in batches:
+            if self.device.type == "cuda":
+                batch = utils.move_to_cuda(batch)
+            hypotheses = self.task.inference_step(self.generator, self.models, batch)
+            for number, best in zip(batch["id"].tolist(), hypotheses, strict=True):
+                translations[filled[number]] = self._text(best[0]["tokens"])
+        return translations
+
+    def _indices(self, pieces: Sequence[str]) -> torch.Tensor:
+        dictionary = self.task.source_dictionary
+        return torch.tensor([*map(dictionary.index, pieces), dictionary.eos()])
+
+    def _text(self, tokens: torch.Tensor) -> str:
+        dictionary = self.task.target_dictionary
+        special = {dictionary.eos(), dictionary.pad(), dictionary.bos()}
+        return self.subwords.decode([dictionary[t] for t in tokens.tolist() if t not in special])
+
+
+def _load(checkpoint: Path) -> dict[str, Any]:
+    """The checkpoint's content, read with torch's safe loader."""
+    if not checkpoint.is_file():
+        raise QKNormError(f"{checkpoint}: no such checkpoint")
+    try:
+        state = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ...
+        name = refused_name(error)
+        if name:
+            raise QKNormError(
+                f"{checkpoint}: refused, since it carries {name}, which no fairseq checkpoint "
+                "needs and which could run code"
+            ) from None
+        raise QKNormError(f"{checkpoint}: damaged, or no torch checkpoint") from None
+    if not isinstance(state, dict) or "model" not in state:
+        raise QKNormError(f"{checkpoint}: not a fairseq checkpoint (it has no model)")
+    return state
+
+
+def _find_data(checkpoint: Path, data: Path | None, state: dict[str, Any]) -> Path:
+    """The prepared folder that belongs to a checkpoint."""
+    if data is not None:
+        return data
+    trained_on = (state.get("cfg") or {}).get("task") or {}
+    trained_on = trained_on if isinstance(trained_on, dict) else vars(trained_on)
+    places = [
+        checkpoint.parent,
+        *(Path(p) for p in str(trained_on.get("data") or "").split(":")[:1]),
+    ]
+    for place in places:
+        if (place / DESCRIPTION).is_file():
+            return place
+    raise QKNormError(
+        f"no {DESCRIPTION} in {' or '.join(map(str, places))}: say with --data where the folder is "
+        "that `qknorm prepare` made"
+    )
