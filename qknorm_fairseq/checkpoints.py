@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import Any
 
 import numpy as np
 import torch
 
 # The options of models without a dataclass (fairseq's own `transformer`) are a Namespace; a
 # validation with BLEU leaves its n-gram counts as numpy arrays.
-ALLOWED = [
+ALLOWED: list[Any] = [
     argparse.Namespace,
     np.ndarray,
     np.dtype,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -22,9 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-fetch_app = typer.Typer(
-    no_args_is_help=True, help="Fetch a corpus: download, verify, clean, split."
-)
+fetch_app = typer.Typer(no_args_is_help=True, help="Fetch a corpus: download, verify, split.")
 app.add_typer(fetch_app, name="fetch")
 
 DataDir = Annotated[
@@ -164,17 +164,15 @@ def split_pair(pair: str | None) -> tuple[str, str]:
 @app.command()
 def translate(
     file: Annotated[
-        Path | None, typer.Argument(help="Text, one sentence a line [default: standard input].")
+        Path | None, typer.Argument(help="Text, one sentence a line (default: standard input).")
     ] = None,
     checkpoint: Annotated[
         Path,
-        typer.Option(
-            "--checkpoint", "-c", help="What fairseq-train wrote, e.g. checkpoint_best.pt."
-        ),
+        typer.Option("--checkpoint", "-c", help="What fairseq-train wrote."),
     ] = ...,  # type: ignore[assignment]
     data: Annotated[
         Path | None,
-        typer.Option(help="Prepared folder [default: beside the checkpoint, or where it trained]."),
+        typer.Option(help="Prepared folder (default: beside the checkpoint, or where it trained)."),
     ] = None,
     beam: Annotated[int, typer.Option(min=1, help="Beam size.")] = 4,
     lenpen: Annotated[float, typer.Option(help="Length penalty; more favours longer.")] = 1.0,
@@ -237,9 +235,16 @@ def score(
 
 
 def main() -> None:
-    """Run the command: exit 0 if it worked, 1 if it failed, 2 if it was called wrongly."""
+    """The `qknorm` command."""
+    run_app(app)
+
+
+def run_app(command: Callable[[], object]) -> None:
+    """Run a command: exit 0 if it worked, 1 if it failed, 2 if it was called wrongly."""
+    # Before fairseq is imported, so that its notes about itself stay out of the user's terminal.
+    logging.basicConfig(level=logging.WARNING, format="qknorm: %(message)s")
     try:
-        app()
+        command()
     except QKNormError as error:
         _fail(str(error))
     except BrokenPipeError:  # whoever read our output has stopped reading

@@ -39,7 +39,7 @@ class Package:
     sha256: str
     size: int  # bytes
     licence: str
-    accelerator: str | None  # the character that marks a keyboard shortcut in its labels
+    accelerators: bool  # its labels mark keyboard shortcuts, as in _File and Fi_lters
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
@@ -122,9 +122,7 @@ def _package(entry: _Entry) -> Package:
         sha256=entry.text("sha256", r"[0-9a-f]{64}", "64 lower-case hexadecimal digits"),
         size=entry.value("bytes", int),
         licence=entry.value("licence", str),
-        accelerator=entry.text("accelerator", r"[_&]", "_ or &")
-        if entry.has("accelerator")
-        else None,
+        accelerators=entry.has("accelerators") and entry.value("accelerators", bool),
     )
 
 

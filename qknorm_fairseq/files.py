@@ -17,15 +17,16 @@ def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8 with Unix line ends: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    work = Path(name)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes private files; ours are ordinary ones
-        os.replace(name, path)
+        work.chmod(0o666 & ~_umask())  # mkstemp makes private files; ours are ordinary ones
+        work.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        work.unlink(missing_ok=True)
         raise
 
 
@@ -48,14 +49,14 @@ def new_directory(path: Path) -> Iterator[Path]:
     work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         yield work
-        os.chmod(work, 0o777 & ~_umask())
+        work.chmod(0o777 & ~_umask())
         if path.exists():
             old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
-            os.replace(path, old / path.name)
-            os.replace(work, path)
+            path.replace(old / path.name)
+            work.replace(path)
             shutil.rmtree(old)
         else:
-            os.replace(work, path)
+            work.replace(path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -192,9 +192,8 @@ def _mention_overlap(pairs: Mapping[str, Pair], say: Say) -> None:
         if split in pairs:
             seen = sum(line in known for line in pairs[split][0])
             if seen:
-                say(
-                    f"Note: {seen:,} of {len(pairs[split][0]):,} {split} sources also stand in train"
-                )
+                total = len(pairs[split][0])
+                say(f"Note: {seen:,} of {total:,} {split} sources also stand in train")
 
 
 def _is_made_from(

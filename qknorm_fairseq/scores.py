@@ -54,6 +54,8 @@ def score(
         )
     if not references:
         raise QKNormError("nothing to score: no lines")
+    tokens: tuple[Sequence[str], Sequence[str]]
+    texts: tuple[Sequence[str], Sequence[str]]
     if tokenized:
         tokens = hypotheses, references
         texts = detokenize(hypotheses, lang), detokenize(references, lang)

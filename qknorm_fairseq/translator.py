@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils, utils
+from fairseq.data import data_utils
 
 import qknorm_fairseq
 from qknorm_fairseq.checkpoints import refused_name
@@ -74,11 +75,8 @@ class Translator:
             models,
             Namespace(beam=beam, lenpen=lenpen, max_len_a=1, max_len_b=EXTRA_LENGTH),
         )
-        self.longest = min(
-            utils.resolve_max_positions(
-                self.task.max_positions(), *(m.max_positions() for m in models)
-            )
-        )
+        limits = (model.max_positions() for model in models)
+        self.longest = min(utils.resolve_max_positions(self.task.max_positions(), *limits))
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """One translation a line, in the same order; an empty line stays empty."""
@@ -101,27 +99,28 @@ class Translator:
         if not filled:
             return translations
         tokens = []
-        for number, pieces in zip(
-            filled, self.subwords.encode([lines[n] for n in filled]), strict=True
-        ):
+        segmented = self.subwords.encode([lines[number] for number in filled])
+        for number, pieces in zip(filled, segmented, strict=True):
             if len(pieces) >= self.longest:
                 logger.warning(
                     f"a line of {len(pieces)} subwords is cut to the {self.longest - 1} that the "
                     f"model can read: {lines[number][:40]}..."
                 )
             tokens.append(self._indices(pieces[: self.longest - 1]))
-        batches = self.task.get_batch_iterator(
-            dataset=self.task.build_dataset_for_inference(tokens, [len(t) for t in tokens]),
-            max_tokens=max(self.max_tokens, max(map(len, tokens))),
+        dataset = self.task.build_dataset_for_inference(tokens, [len(t) for t in tokens])
+        by_length = sorted(range(len(tokens)), key=lambda index: len(tokens[index]))
+        for indices in data_utils.batch_by_size(
+            by_length,
+            lambda index: len(tokens[index]),
+            max_tokens=max(self.max_tokens, self.longest),
             max_sentences=self.max_sentences,
-            max_positions=None,
-        ).next_epoch_itr(shuffle=False)
-        for batch in batches:
+        ):
+            batch = dataset.collater([dataset[index] for index in indices])
             if self.device.type == "cuda":
                 batch = utils.move_to_cuda(batch)
             hypotheses = self.task.inference_step(self.generator, self.models, batch)
-            for number, best in zip(batch["id"].tolist(), hypotheses, strict=True):
-                translations[filled[number]] = self._text(best[0]["tokens"])
+            for index, best in zip(batch["id"].tolist(), hypotheses, strict=True):
+                translations[filled[index]] = self._text(best[0]["tokens"])
         return translations
 
     def _indices(self, pieces: Sequence[str]) -> torch.Tensor:
@@ -159,10 +158,9 @@ def _find_data(checkpoint: Path, data: Path | None, state: dict[str, Any]) -> Pa
         return data
     trained_on = (state.get("cfg") or {}).get("task") or {}
     trained_on = trained_on if isinstance(trained_on, dict) else vars(trained_on)
-    places = [
-        checkpoint.parent,
-        *(Path(p) for p in str(trained_on.get("data") or "").split(":")[:1]),
-    ]
+    places = [checkpoint.parent]
+    if trained_on.get("data"):
+        places.append(Path(trained_on["data"].split(":")[0]))
     for place in places:
         if (place / DESCRIPTION).is_file():
             return place

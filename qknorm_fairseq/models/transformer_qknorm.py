@@ -74,7 +74,8 @@ def _transformer_fields() -> list[tuple[str, Any, dataclasses.Field[Any]]]:
         if outer.name not in ("encoder", "decoder", "quant_noise"):
             flat.append((outer.name, outer))
             continue
-        for inner in dataclasses.fields(outer.type):
+        nested: Any = outer.type
+        for inner in dataclasses.fields(nested):
             if not inner.name.startswith("_"):
                 flat.append((f"{outer.name}_{inner.name}", inner))
     return [
@@ -200,7 +201,7 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
         g0 = starting_g(cfg.qknorm_g0, cfg.qknorm_length, getattr(task.cfg, "data", None))
         _record(cfg, qknorm_g0=g0)
         logger.info(f"QKNorm: g starts from {g0:.4g}")
-        flat = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+        flat: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
         nested = TransformerConfig.from_namespace(Namespace(**flat))
         nested.qknorm_g0 = g0
         return super().build_model(nested, task)  # type: ignore[no-any-return]

@@ -53,7 +53,8 @@ def unit(x: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     # The clamp cuts the gradient of vectors that are zeroed anyway (0 / 0 otherwise).
     has_direction = norm.detach() * largest > shortest
-    return (wide / norm.clamp_min(0.5) * has_direction).type_as(x)
+    normed: Tensor = wide / norm.clamp_min(0.5) * has_direction
+    return normed.type_as(x)
 
 
 class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
@@ -113,10 +114,15 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
         # Project, split into heads, normalize.
         if static_kv and "prev_key" in cache:
             k, v = cache["prev_key"], cache["prev_value"]
-            key_padding_mask = cache["prev_key_padding_mask"]
+            key_padding_mask = cache.get("prev_key_padding_mask")
         else:
             assert key is not None and value is not None
-            if self.encoder_decoder_attention and self.beam_size > 1 and key.size(1) == bsz:
+            if (
+                self.beam_size > 1
+                and self.encoder_decoder_attention
+                and key.size(1) == bsz
+                and incremental_state is not None
+            ):
                 # Decoding repeats each sentence for each hypothesis of the beam: once is enough.
                 key, value = key[:, :: self.beam_size], value[:, :: self.beam_size]
                 if key_padding_mask is not None:
@@ -131,7 +137,11 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
                 k = torch.cat([cache["prev_key"], k], dim=2)
                 v = torch.cat([cache["prev_value"], v], dim=2)
                 key_padding_mask = self._append_prev_key_padding_mask(
-                    key_padding_mask, cache["prev_key_padding_mask"], k.size(0), k.size(2), False
+                    key_padding_mask,
+                    cache.get("prev_key_padding_mask"),
+                    k.size(0),
+                    k.size(2),
+                    False,
                 )
             if incremental_state is not None:
                 cache["prev_key"], cache["prev_value"] = k, v

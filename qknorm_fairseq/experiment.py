@@ -1,0 +1,402 @@
+"""One run after the other: train, translate the test set, score; then one table.
+
+    python -m qknorm_fairseq.experiment demo model=transformer_qknorm_tiny,transformer
+
+Training is `fairseq-hydra-train` with the same configuration; a run's folder is the
+configuration's `checkpoint.save_dir`. What is done is not done again; what was interrupted goes
+on from fairseq's last checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from omegaconf import DictConfig, OmegaConf
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.files import write_json, write_lines, write_text
+from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description
+
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+COMMAND = "python -m qknorm_fairseq.experiment"
+LOG_LINE = re.compile(r"\[(train_inner|train|valid)\]\[INFO\] - (\{.*\})$")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: its Hydra overrides, its resolved configuration, and its folder."""
+
+    config_name: str
+    overrides: tuple[str, ...]
+    config: DictConfig
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.checkpoint.save_dir)
+
+    @property
+    def data(self) -> Path:
+        return Path(self.config.task.data)
+
+    @property
+    def pair(self) -> str:
+        return f"{self.config.task.source_lang}-{self.config.task.target_lang}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.pair} {self.config.model._name} seed {self.config.common.seed}"
+
+    def score(self) -> dict[str, Any]:
+        """What `score.json` says; only for a finished run."""
+        content: dict[str, Any] = json.loads((self.folder / "score.json").read_text("utf-8"))
+        return content
+
+
+def plan(config_dir: Path, config_name: str, overrides: Sequence[str]) -> list[Run]:
+    """The runs that a configuration and its overrides mean: one for each combination of values.
+
+    As with Hydra's own sweeps, `model=a,b common.seed=1,2` are four runs.
+
+    Raises:
+        QKNormError: there is no such configuration, or a key or value in it is unknown.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    swept: list[list[str]] = []
+    for override in overrides:
+        key, equals, values = override.partition("=")
+        if not equals:
+            raise QKNormError(f"{override!r} is not a setting: write key=value")
+        several = values.split(",") if re.fullmatch(r"[\w.+-]+(,[\w.+-]+)+", values) else [values]
+        swept.append([f"{key}={value}" for value in several])
+    runs = []
+    with initialize_config_dir(str(config_dir.resolve()), version_base=None):
+        for combination in itertools.product(*swept):
+            try:
+                config = compose(config_name, overrides=list(combination))
+                OmegaConf.resolve(config)
+            except (HydraException, OmegaConfBaseException) as error:
+                reason = str(error).strip().splitlines()[0]
+                raise QKNormError(f"{config_dir / config_name}.yaml: {reason}") from None
+            runs.append(Run(config_name, combination, config))
+    return runs
+
+
+def execute(run: Run, config_dir: Path) -> None:
+    """Bring a run to its `score.json`, from wherever it stands.
+
+    Raises:
+        QKNormError: the data is not prepared, the folder belongs to another configuration,
+            another process is at work in it, or training failed (the message names the log).
+    """
+    if not (run.data / DESCRIPTION).is_file():
+        raise QKNormError(f"{run.data}: not prepared yet; see `qknorm prepare --help`")
+    with _sole_user(run.folder):
+        _claim(run)
+        if (run.folder / "score.json").is_file():
+            console.print(f"{run.name}: done before")
+            return
+        started = time.monotonic()
+        _train(run, config_dir)
+        _translate_and_score(run)
+        result = run.score()
+        console.print(
+            f"{run.name}: BLEU {result['bleu']:.1f} ({time.monotonic() - started:.0f} s this time)"
+        )
+
+
+@contextmanager
+def _sole_user(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise QKNormError(f"{folder}: another process is at work on this run") from None
+        yield
+
+
+def _claim(run: Run) -> None:
+    """Store configuration, environment and vocabulary in the folder, or check they are the same."""
+    settings = OmegaConf.to_yaml(run.config)
+    file = run.folder / "config.yaml"
+    description = (run.data / DESCRIPTION).read_text("utf-8")
+    if file.is_file():
+        known = run.folder / DESCRIPTION
+        if file.read_text("utf-8") != settings:
+            raise QKNormError(
+                f"{run.folder}: holds a run with another configuration (see its config.yaml); "
+                "move it away, or choose another checkpoint.save_dir"
+            )
+        if known.is_file() and known.read_text("utf-8") != description:
+            raise QKNormError(
+                f"{run.folder}: was trained on other data than {run.data} holds now; move it away"
+            )
+        return
+    # The run's folder is enough to translate with, wherever it is taken.
+    for name in (SUBWORDS, *(f"dict.{side}.txt" for side in run.pair.split("-")), DESCRIPTION):
+        shutil.copyfile(run.data / name, run.folder / name)
+    write_json(run.folder / "environment.json", environment(run))
+    write_text(file, settings)
+
+
+def environment(run: Run) -> dict[str, Any]:
+    """What a result depends on beside the configuration, and the command that repeats it."""
+    return {
+        "command": " ".join(
+            ("python -m qknorm_fairseq.experiment", run.config_name, *run.overrides)
+        ),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "commit": _git_commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+_PACKAGES = (
+    *("qknorm-fairseq", "torch", "fairseq-fixed", "fairseq", "numpy", "hydra-core", "omegaconf"),
+    *("sentencepiece", "sacrebleu", "sacremoses"),
+)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text("utf-8"))
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()
+
+
+def _train(run: Run, config_dir: Path) -> None:
+    """Run fairseq-hydra-train to the configured number of updates, showing how far it is."""
+    max_update = int(run.config.optimization.max_update)
+    last = run.folder / "checkpoint_last.pt"
+    begun = _progress_of(last)["updates"] if last.is_file() else 0
+    if begun >= max_update:  # fairseq would do one more update
+        return
+    if begun:
+        console.print(f"{run.name}: going on from update {begun}")
+    command = [
+        str(Path(sys.executable).with_name("fairseq-hydra-train")),
+        *("--config-dir", str(config_dir.resolve()), "--config-name", run.config_name),
+        *run.overrides,
+        f"common.user_dir={Path(__file__).resolve().parent}",
+    ]
+    log_file = run.folder / "train.log"
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    assert process.stdout is not None
+    try:
+        with (
+            log_file.open("a", encoding="utf-8") as log,
+            (run.folder / "train.jsonl").open("a", encoding="utf-8") as records,
+            _bar(run.name, max_update, begun) as show,
+        ):
+            for line in process.stdout:
+                log.write(line)
+                match = LOG_LINE.search(line)
+                if match:
+                    record = _numbers(match[1], json.loads(match[2]))
+                    print(json.dumps(record), file=records, flush=True)
+                    show(record)
+        code = process.wait()
+    finally:
+        if process.poll() is None:  # we were interrupted: so is the training
+            process.terminate()
+            process.wait()
+    if code:
+        tail = [line for line in log_file.read_text("utf-8").splitlines() if line.strip()][-1:]
+        raise QKNormError(f"training failed: {' '.join(tail)} (all of it: {log_file})")
+
+
+def _numbers(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """fairseq's log record with its numbers as numbers and without its prefixes."""
+    record: dict[str, Any] = {"kind": kind}
+    for key, value in values.items():
+        try:
+            record[key.removeprefix(f"{kind}_")] = float(value)
+        except (TypeError, ValueError):
+            record[key.removeprefix(f"{kind}_")] = value
+    return record
+
+
+@contextmanager
+def _bar(title: str, total: int, begun: int) -> Iterator[Any]:
+    """A progress bar at a terminal, a line now and then in a file."""
+    latest = {"loss": "", "dev": ""}
+    last_line = time.monotonic()
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}{task.fields[state]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(title, total=total, completed=begun, state=" starting")
+
+        def show(record: Mapping[str, Any]) -> None:
+            nonlocal last_line
+            if record["kind"] == "valid":
+                latest["dev"] = f", dev perplexity {record['ppl']:.1f}"
+            elif record["kind"] == "train_inner":
+                latest["loss"] = f", perplexity {record['ppl']:.1f}"
+            done = record.get("num_updates", 0)
+            state = latest["loss"] + latest["dev"]
+            progress.update(task, completed=done, state=state)
+            if not console.is_terminal and time.monotonic() - last_line > 20:
+                last_line = time.monotonic()
+                console.print(f"{title}: update {done:.0f} of {total}{state}")
+
+        yield show
+
+
+def _progress_of(checkpoint: Path) -> dict[str, Any]:
+    """Updates, seconds and target tokens that went into a checkpoint, over all its resumptions."""
+    import torch
+
+    from qknorm_fairseq.checkpoints import allow_fairseq_classes
+
+    allow_fairseq_classes()
+    state = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+    meters = {key: value for _, key, _, value in state["extra_state"]["metrics"]["default"]}
+    return {
+        "updates": state["optimizer_history"][-1]["num_updates"],
+        "seconds": float(meters["train_wall"]["sum"]),
+        "tokens": float(meters["wpb"]["sum"]),
+    }
+
+
+def _translate_and_score(run: Run) -> None:
+    from qknorm_fairseq import scores
+    from qknorm_fairseq.text import read_lines
+    from qknorm_fairseq.translator import Translator
+
+    description = Description.load(run.data)
+    target = description.target_lang
+    source = read_lines(run.data / f"test.{description.source_lang}")
+    references = read_lines(run.data / f"test.{target}")
+    translator = Translator(
+        run.folder / "checkpoint_best.pt", data=run.folder, cpu=bool(run.config.common.cpu)
+    )
+    hypotheses: list[str] = []
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(f"{run.name}: translating", total=len(source))
+        for hypothesis in translator.translate_in_chunks(source, 128):
+            hypotheses.append(hypothesis)
+            progress.update(task, completed=len(hypotheses))
+    write_lines(run.folder / "hyp.detok.txt", hypotheses)
+    write_lines(run.folder / "hyp.tok.txt", scores.tokenize(hypotheses, target))
+    result = scores.score(hypotheses, references, lang=target, tokenized=False)
+    trained = _progress_of(run.folder / "checkpoint_last.pt")
+    write_json(
+        run.folder / "score.json",
+        {
+            **asdict(result),
+            "pair": run.pair,
+            "model": str(run.config.model._name),
+            "seed": int(run.config.common.seed),
+            "params": sum(p.numel() for p in translator.models[0].parameters()),
+            "updates": trained["updates"],
+            "train_seconds": round(trained["seconds"], 1),
+            "tokens_per_second": round(trained["tokens"] / trained["seconds"], 1),
+            "test_sentences": len(source),
+        },
+    )
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """Finished runs, a row each."""
+    title = f"{runs[0].pair}, {runs[0].score()['test_sentences']} test sentences"
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("model", "seed"):
+        shown.add_column(column)
+    for column in ("BLEU", "chrF", "parameters", "training", "tokens/s"):
+        shown.add_column(column, justify="right")
+    for run in runs:
+        result = run.score()
+        minutes, seconds = divmod(round(result["train_seconds"]), 60)
+        shown.add_row(
+            result["model"],
+            str(result["seed"]),
+            *(f"{result[key]:.1f}" for key in ("bleu", "chrf")),
+            f"{result['params']:,}",
+            f"{minutes}m{seconds:02d}s",
+            f"{result['tokens_per_second']:,.0f}",
+        )
+    return shown
+
+
+def main(
+    config_name: Annotated[str, typer.Argument(help="A file in the configuration folder: demo.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra settings: key=a,b.")] = None,
+    config_dir: Annotated[Path, typer.Option(help="Where configurations are.")] = Path("configs"),
+) -> None:
+    """Train, translate and score every combination of the settings, then print one table."""
+    runs = plan(config_dir, config_name, overrides or [])
+    failed = []
+    for run in runs:
+        try:
+            execute(run, config_dir)
+        except QKNormError as error:  # one failing run does not lose the others
+            console.print(f"{run.name}: {error}", style="red")
+            failed.append(run)
+    finished = [run for run in runs if run not in failed]
+    if finished:
+        Console().print(table(finished))
+        for metric, signature in finished[0].score()["signatures"].items():
+            print(f"  {metric:<9}{signature}")
+        print("Translations, scores, logs and checkpoints:")
+        for run in finished:
+            print(f"  {run.folder}")
+    if failed:
+        raise QKNormError(
+            f"{len(failed)} of {len(runs)} runs failed; the same command retries them"
+        )
+
+
+if __name__ == "__main__":
+    from qknorm_fairseq.cli import run_app
+
+    run_app(lambda: typer.run(main))
