@@ -1,0 +1,131 @@
+"""What several tests share: two invented languages, their prepared folder, a trained checkpoint.
+
+Everything is made here, by code, in a folder of pytest's. The second language is the first one
+word for word, so that there is something to learn; 60 updates of a very small model don't learn
+much of it, but enough to be a real checkpoint by fairseq-train itself.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+SYLLABLES_XX = ("ka", "lo", "mi", "tu", "ne", "ba", "ri")
+SYLLABLES_YY = ("sha", "dor", "gwe", "ple", "uni", "çe", "ôt")
+SENTENCES = {"train": 300, "valid": 40, "test": 30}
+
+Files = dict[str, tuple[Path, Path]]
+
+
+class Run(Protocol):
+    """`run("qknorm", "score", hyp, ref)`: the command's exit status, output and errors."""
+
+    def __call__(
+        self,
+        command: str,
+        *arguments: object,
+        input: str | bytes | None = None,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture(scope="session")
+def run() -> Run:
+    """Run an installed command as a user does. Line ends are left as the command wrote them."""
+
+    def run_command(
+        command: str,
+        *arguments: object,
+        input: str | bytes | None = None,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [Path(sys.executable).parent / command, *map(str, arguments)],
+            input=input.encode() if isinstance(input, str) else input or b"",
+            capture_output=True,
+            cwd=cwd,
+            env=clean_environment() | dict(env or {}),
+            timeout=300,
+            check=False,
+        )
+        return subprocess.CompletedProcess(
+            done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
+        )
+
+    return run_command
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without what changes the commands' behaviour."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("QKNORM_")}
+
+
+@pytest.fixture(scope="session")
+def parallel_files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """{split: (source, target)}: short sentences in the invented languages xx and yy."""
+    random_numbers = random.Random(1)
+    words_xx = [first + second for first in SYLLABLES_XX for second in SYLLABLES_XX]
+    words_yy = [first + second for first in SYLLABLES_YY for second in SYLLABLES_YY]
+    random_numbers.shuffle(words_yy)
+    meaning = dict(zip(words_xx, words_yy, strict=True))
+    folder = tmp_path_factory.mktemp("parallel")
+    files = {}
+    for split, count in SENTENCES.items():
+        source = [
+            random_numbers.choices(words_xx, k=random_numbers.randint(2, 9)) for _ in range(count)
+        ]
+        target = [[meaning[word] for word in words] for words in source]
+        files[split] = (folder / f"{split}.xx", folder / f"{split}.yy")
+        for file, sentences in zip(files[split], (source, target), strict=True):
+            text = "".join(f"{' '.join(words).capitalize()}.\n" for words in sentences)
+            file.write_text(text, encoding="utf-8")
+    return files
+
+
+@pytest.fixture(scope="session")
+def prepared(parallel_files: Files, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`parallel_files` after `qknorm prepare`. Don't write into it."""
+    out = tmp_path_factory.mktemp("prepared") / "xx-yy"
+    splits = [
+        part for split, both in parallel_files.items() for part in (f"--{split}", *map(str, both))
+    ]
+    done = run("qknorm", "prepare", *splits, "--vocab-size", "120", "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="session")
+def checkpoint(prepared: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """checkpoint_best.pt of a small transformer_qknorm_tiny. Don't write into its folder."""
+    save_dir = tmp_path_factory.mktemp("trained")
+    train(run, prepared, save_dir, "--arch", "transformer_qknorm_tiny")
+    return save_dir / "checkpoint_best.pt"
+
+
+def train(run: Run, data: Path, save_dir: Path, *options: object, updates: int = 60) -> None:
+    """A short fairseq-train of a 1+1 layer model of 32 dimensions."""
+    done = run(
+        "fairseq-train",
+        data,
+        *("--user-dir", PROJECT / "qknorm_fairseq", "--save-dir", save_dir),
+        *options,
+        *("--encoder-layers", 1, "--decoder-layers", 1),
+        *("--encoder-embed-dim", 32, "--decoder-embed-dim", 32),
+        *("--encoder-ffn-embed-dim", 64, "--decoder-ffn-embed-dim", 64),
+        *("--encoder-attention-heads", 2, "--decoder-attention-heads", 2),
+        *("--dropout", 0.1, "--optimizer", "adam", "--lr", 0.01),
+        *("--lr-scheduler", "inverse_sqrt", "--warmup-updates", 20),
+        *("--max-tokens", 600, "--max-update", updates),
+        *("--no-epoch-checkpoints", "--seed", 1, "--cpu"),
+    )
+    assert done.returncode == 0, done.stderr
