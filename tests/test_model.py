@@ -130,8 +130,8 @@ def test_argparse_and_hydra_train_the_same_model(run: Run, prepared: Path, tmp_p
     parameter names and, after ten updates with dropout, the same weights but for rounding."""
     by_argparse = [
         *("fairseq-train", prepared, "--user-dir", "qknorm_fairseq"),
-        *("--arch", "transformer_qknorm_tiny", "--attention-dropout", 0.1),
-        *("--activation-dropout", 0.1, "--encoder-embed-dim", 32, "--decoder-embed-dim", 32),
+        *("--arch", "transformer_qknorm_tiny", "--encoder-embed-dim", 32, "--dropout", 0.2),
+        *("--decoder-embed-dim", 32, "--attention-dropout", 0.1, "--activation-dropout", 0.1),
         *("--criterion", "label_smoothed_cross_entropy", "--label-smoothing", 0.1),
         *("--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", 0.002),
         *("--lr-scheduler", "inverse_sqrt", "--warmup-updates", 300, "--clip-norm", 1.0),
@@ -140,9 +140,14 @@ def test_argparse_and_hydra_train_the_same_model(run: Run, prepared: Path, tmp_p
     ]
     by_hydra = [
         *("fairseq-hydra-train", "--config-dir", "configs", "--config-name", "demo"),
-        *("model=transformer_qknorm_tiny", "task.source_lang=xx", "task.target_lang=yy"),
-        *(f"task.data={prepared}", "model.encoder_embed_dim=32", "model.decoder_embed_dim=32"),
-        *("optimization.max_update=10", "dataset.disable_validation=true"),
+        *("model=transformer_qknorm_tiny", "model.encoder_embed_dim=32", "model.dropout=0.2"),
+        *("model.decoder_embed_dim=32", "model.attention_dropout=0.1"),
+        *("model.activation_dropout=0.1", "criterion.label_smoothing=0.1"),
+        *("optimizer.adam_betas='(0.9, 0.98)'", "optimization.lr=[0.002]"),
+        *("lr_scheduler.warmup_updates=300", "optimization.clip_norm=1.0"),
+        *("dataset.max_tokens=2000", "dataset.required_batch_size_multiple=8"),
+        *("optimization.max_update=10", "dataset.disable_validation=true", "common.seed=1"),
+        *("task.source_lang=xx", "task.target_lang=yy", f"task.data={prepared}"),
         f"checkpoint.save_dir={tmp_path / 'hydra'}",
     ]
     with ThreadPoolExecutor(2) as pool:
@@ -410,9 +415,8 @@ def test_recomputed_activations_give_the_same_gradients(prepared: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trained(checkpoint: Path) -> tuple[Any, Any]:
-    """Task and model of the trained checkpoint, ready to decode."""
+def ready(checkpoint: Path) -> tuple[Any, Any]:
+    """A trained checkpoint's task and model, ready to decode."""
     models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)])
     models[0].eval()
     models[0].prepare_for_inference_(cfg)
@@ -433,9 +437,18 @@ def log_probabilities(model: Any, sample: dict[str, Any], index: int, tokens: Te
 
 
 @pytest.mark.parametrize("beam", [1, 4])
-def test_step_by_step_decoding_equals_the_full_forward(trained: tuple[Any, Any], beam: int) -> None:
-    """Cached keys, reordered beams and padded batches change no hypothesis's probability."""
-    task, model = trained
+@pytest.mark.parametrize("told", [False, True], ids=["", "decoder told of the beam"])
+def test_step_by_step_decoding_equals_the_full_forward(
+    checkpoint: Path, beam: int, told: bool
+) -> None:
+    """Cached keys, reordered beams and padded batches change no hypothesis's probability.
+
+    A decoder that is told of the beam's size keeps a sentence's keys once for all hypotheses.
+    """
+    task, model = ready(checkpoint)
+    _, whole = ready(checkpoint)
+    if told:
+        model.decoder.set_beam_size(beam)
     sample = batch(task, "test", 12)
     assert len(set(sample["net_input"]["src_lengths"].tolist())) > 3  # so there is padding
     generator = task.build_generator([model], Namespace(beam=beam, max_len_a=1, max_len_b=20))
@@ -445,7 +458,7 @@ def test_step_by_step_decoding_equals_the_full_forward(trained: tuple[Any, Any],
             assert len(kept) == beam
             for hypothesis in kept:
                 tokens = hypothesis["tokens"]
-                expected = log_probabilities(model, sample, index, tokens)
+                expected = log_probabilities(whole, sample, index, tokens)
                 torch.testing.assert_close(
                     hypothesis["positional_scores"], expected, atol=2e-5, rtol=1e-4
                 )
@@ -453,9 +466,9 @@ def test_step_by_step_decoding_equals_the_full_forward(trained: tuple[Any, Any],
                 assert hypothesis["score"].item() == pytest.approx(score, abs=2e-5)
 
 
-def test_a_wider_beam_finds_translations_at_least_as_likely(trained: tuple[Any, Any]) -> None:
+def test_a_wider_beam_finds_translations_at_least_as_likely(checkpoint: Path) -> None:
     """Summed over sentences; the search maximizes the score, the mean log p of the tokens."""
-    task, model = trained
+    task, model = ready(checkpoint)
     sample = batch(task, "test", 12)
     totals = []
     for beam in (1, 4):
