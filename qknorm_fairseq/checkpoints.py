@@ -1,4 +1,4 @@
-"""Which classes a checkpoint may hold.
+"""Reading checkpoints, and which classes they may hold.
 
 torch (2.6 and later) refuses to load a checkpoint that holds anything but tensors and plain
 values, since unpickling can run code. A checkpoint of fairseq-train holds its options as well.
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from qknorm_fairseq.errors import QKNormError
 
 # The options of models without a dataclass (fairseq's own `transformer`) are a Namespace; a
 # validation with BLEU leaves its n-gram counts as numpy arrays.
@@ -31,7 +34,31 @@ def allow_fairseq_classes() -> None:
     torch.serialization.add_safe_globals(ALLOWED)
 
 
-def refused_name(error: Exception) -> str | None:
+def load(checkpoint: Path) -> dict[str, Any]:
+    """The checkpoint's content, read with torch's safe loader.
+
+    Raises:
+        QKNormError: there is no such file, it is damaged, or it holds what no checkpoint needs.
+    """
+    allow_fairseq_classes()
+    if not checkpoint.is_file():
+        raise QKNormError(f"{checkpoint}: no such checkpoint")
+    try:
+        state = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ...
+        name = _refused_name(error)
+        if name:
+            raise QKNormError(
+                f"{checkpoint}: refused, since it carries {name}, which no fairseq checkpoint "
+                "needs and which could run code"
+            ) from None
+        raise QKNormError(f"{checkpoint}: damaged, or no torch checkpoint") from None
+    if not isinstance(state, dict) or "model" not in state:
+        raise QKNormError(f"{checkpoint}: not a fairseq checkpoint (it has no model)")
+    return state
+
+
+def _refused_name(error: Exception) -> str | None:
     """The class or function that torch's safe loader refused, or None if it failed otherwise."""
-    match = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
+    match = re.search(r"[Uu]nsupported (?:global: GLOBAL|GLOBAL|class) (\S+)", str(error))
     return match[1] if match else None

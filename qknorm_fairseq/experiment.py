@@ -9,17 +9,20 @@ on from fairseq's last checkpoint.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import itertools
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -39,6 +42,7 @@ from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 COMMAND = "python -m qknorm_fairseq.experiment"
+BEST, LAST = "checkpoint_best.pt", "checkpoint_last.pt"
 LOG_LINE = re.compile(r"\[(train_inner|train|valid)\]\[INFO\] - (\{.*\})$")
 
 
@@ -99,6 +103,8 @@ def plan(config_dir: Path, config_name: str, overrides: Sequence[str]) -> list[R
                 OmegaConf.resolve(config)
             except (HydraException, OmegaConfBaseException) as error:
                 reason = str(error).strip().splitlines()[0]
+                if reason.startswith("Could not override"):  # fairseq's options are not all there
+                    reason += " (to set what the file does not mention, write ++key=value)"
                 raise QKNormError(f"{config_dir / config_name}.yaml: {reason}") from None
             runs.append(Run(config_name, combination, config))
     return runs
@@ -139,11 +145,14 @@ def _sole_user(folder: Path) -> Iterator[None]:
 
 
 def _claim(run: Run) -> None:
-    """Store configuration, environment and vocabulary in the folder, or check they are the same."""
+    """Store configuration, environment and vocabulary in the folder, or check they are the same.
+
+    A folder without a checkpoint holds nothing worth keeping: an attempt that failed at once.
+    """
     settings = OmegaConf.to_yaml(run.config)
     file = run.folder / "config.yaml"
     description = (run.data / DESCRIPTION).read_text("utf-8")
-    if file.is_file():
+    if file.is_file() and (run.folder / LAST).is_file():
         known = run.folder / DESCRIPTION
         if file.read_text("utf-8") != settings:
             raise QKNormError(
@@ -155,6 +164,8 @@ def _claim(run: Run) -> None:
                 f"{run.folder}: was trained on other data than {run.data} holds now; move it away"
             )
         return
+    for name in ("train.log", "train.jsonl"):
+        (run.folder / name).unlink(missing_ok=True)
     # The run's folder is enough to translate with, wherever it is taken.
     for name in (SUBWORDS, *(f"dict.{side}.txt" for side in run.pair.split("-")), DESCRIPTION):
         shutil.copyfile(run.data / name, run.folder / name)
@@ -165,9 +176,7 @@ def _claim(run: Run) -> None:
 def environment(run: Run) -> dict[str, Any]:
     """What a result depends on beside the configuration, and the command that repeats it."""
     return {
-        "command": " ".join(
-            ("python -m qknorm_fairseq.experiment", run.config_name, *run.overrides)
-        ),
+        "command": f"{COMMAND} {shlex.join((run.config_name, *run.overrides))}",
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": _git_commit(),
         "python": platform.python_version(),
@@ -210,8 +219,7 @@ def _processor() -> str:
 def _train(run: Run, config_dir: Path) -> None:
     """Run fairseq-hydra-train to the configured number of updates, showing how far it is."""
     max_update = int(run.config.optimization.max_update)
-    last = run.folder / "checkpoint_last.pt"
-    begun = _progress_of(last)["updates"] if last.is_file() else 0
+    begun = _updates_done(run.folder)
     if begun >= max_update:  # fairseq would do one more update
         return
     if begun:
@@ -224,7 +232,12 @@ def _train(run: Run, config_dir: Path) -> None:
     ]
     log_file = run.folder / "train.log"
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=_end_with_parent() if sys.platform == "linux" else None,
     )
     assert process.stdout is not None
     try:
@@ -246,8 +259,24 @@ def _train(run: Run, config_dir: Path) -> None:
             process.terminate()
             process.wait()
     if code:
-        tail = [line for line in log_file.read_text("utf-8").splitlines() if line.strip()][-1:]
-        raise QKNormError(f"training failed: {' '.join(tail)} (all of it: {log_file})")
+        reason = _last_error(log_file.read_text("utf-8"))
+        raise QKNormError(f"training failed: {reason} (exit status {code}; see {log_file})")
+
+
+def _end_with_parent() -> Callable[[], object]:
+    """For a child to call: Linux then ends it when we end, even if we are killed.
+
+    A training that goes on unseen would write into the folder of the one started after it.
+    """
+    prctl, set_parent_death_signal = ctypes.CDLL(None).prctl, 1
+    return lambda: prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def _last_error(log: str) -> str:
+    """The last unindented line and what is indented below it: how Python and Hydra say it."""
+    lines = [line for line in log.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line]
+    begins = [number for number, line in enumerate(lines) if not line[0].isspace()]
+    return " ".join(" ".join(lines[begins[-1] :]).split()) if begins else "it said nothing"
 
 
 def _numbers(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,14 +321,30 @@ def _bar(title: str, total: int, begun: int) -> Iterator[Any]:
         yield show
 
 
+def _updates_done(folder: Path) -> int:
+    """Updates in the folder's last checkpoint, mended if need be; 0 without one."""
+    last = folder / LAST
+    if not last.is_file():
+        return 0
+    try:
+        updates: int = _progress_of(last)["updates"]
+    except QKNormError:
+        # fairseq writes the best checkpoint whole or not at all, then copies it over the last
+        # one: it was stopped in the middle of that.
+        updates = _progress_of(folder / BEST)["updates"]
+        shutil.copyfile(folder / BEST, last)
+    return updates
+
+
 def _progress_of(checkpoint: Path) -> dict[str, Any]:
-    """Updates, seconds and target tokens that went into a checkpoint, over all its resumptions."""
-    import torch
+    """Updates, seconds and target tokens that went into a checkpoint, over all its resumptions.
 
-    from qknorm_fairseq.checkpoints import allow_fairseq_classes
+    Raises:
+        QKNormError: there is no such checkpoint, or it is damaged.
+    """
+    from qknorm_fairseq.checkpoints import load
 
-    allow_fairseq_classes()
-    state = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+    state = load(checkpoint)
     meters = {key: value for _, key, _, value in state["extra_state"]["metrics"]["default"]}
     return {
         "updates": state["optimizer_history"][-1]["num_updates"],
@@ -319,7 +364,7 @@ def _translate_and_score(run: Run) -> None:
     source = read_lines(run.data / f"test.{description.source_lang}")
     references = read_lines(run.data / f"test.{target}")
     translator = Translator(
-        run.folder / "checkpoint_best.pt",
+        run.folder / BEST,
         data=run.folder,
         cpu=bool(run.config.common.cpu),
         tokenized=description.tokenized,
@@ -337,7 +382,7 @@ def _translate_and_score(run: Run) -> None:
     write_lines(run.folder / "hyp.tok.txt", tokens)
     write_lines(run.folder / "hyp.detok.txt", texts)
     result = score(hypotheses, references, lang=target, tokenized=own_tokens)
-    trained = _progress_of(run.folder / "checkpoint_last.pt")
+    trained = _progress_of(run.folder / LAST)
     write_json(
         run.folder / "score.json",
         {
@@ -357,9 +402,9 @@ def _translate_and_score(run: Run) -> None:
 def table(runs: Sequence[Run]) -> Table:
     """Finished runs, a row each."""
     title = f"{runs[0].pair}, {runs[0].score()['test_sentences']} test sentences"
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("model", "seed"):
-        shown.add_column(column)
+        shown.add_column(column, no_wrap=True)
     for column in ("BLEU", "chrF", "parameters", "training", "tokens/s"):
         shown.add_column(column, justify="right")
     for run in runs:

@@ -114,6 +114,10 @@ def prepare(
         "skip_empty": skip_empty,
     }
     if out.exists():
+        if not (out / DESCRIPTION).is_file():  # never somebody's other work, force or not
+            raise QKNormError(
+                f"{out}: already there, and not made by `qknorm prepare`; choose another --out"
+            )
         if _is_made_from(out, made_from, source_lang, target_lang, tokenization):
             say(f"{out}: already prepared from these files")
             return Description.load(out)

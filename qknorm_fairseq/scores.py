@@ -63,8 +63,9 @@ def score(
         tokens = tokenize(hypotheses, lang), tokenize(references, lang)
         texts = hypotheses, references
     metrics = {
-        # force: sacreBLEU warns of tokenized text, which is what is meant here.
-        "bleu_tok": (BLEU(tokenize="none", force=True), tokens),
+        # force: sacreBLEU warns of tokenized text, which is what is meant here. multi-bleu.perl
+        # knows no smoothing: a text without any common 4-gram has 0.
+        "bleu_tok": (BLEU(tokenize="none", force=True, smooth_method="none"), tokens),
         "bleu": (BLEU(tokenize=BLEU_TOKENIZERS.get(lang, "13a"), force=True), texts),
         "chrf": (CHRF(), texts),
         "ter": (TER(), texts),

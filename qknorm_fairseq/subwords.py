@@ -87,9 +87,11 @@ def train_subwords(lines: Sequence[str], vocab_size: int, file: Path) -> int:
         if possible and int(possible[1]) > 4:
             return train_subwords(lines, int(possible[1]), file)
         reason = str(error).strip().rpartition("] ")[2]
+        if needed := re.search(r"smaller than required_chars.*? vs (\d+)", reason):
+            reason = f"at least {needed[1]} are needed (--vocab-size)"
         raise QKNormError(
             f"sentencepiece can't make {vocab_size} subwords of {len(sample)} lines with "
-            f"{characters} different characters: {reason} (change --vocab-size)"
+            f"{characters} different characters: {reason}"
         ) from None
     file.write_bytes(model.getvalue())
     return Subwords(file).model.get_piece_size()  # type: ignore[no-any-return]

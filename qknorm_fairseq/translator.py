@@ -6,6 +6,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fairseq import checkpoint_utils, utils
 from fairseq.data import data_utils
 
 import qknorm_fairseq
-from qknorm_fairseq.checkpoints import refused_name
+from qknorm_fairseq.checkpoints import load
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description
 from qknorm_fairseq.subwords import Subwords
@@ -58,7 +59,7 @@ class Translator:
     ) -> None:
         qknorm_fairseq.register()
         self.max_sentences, self.max_tokens = max_sentences, max_tokens
-        state = _load(checkpoint)
+        state = load(checkpoint)
         folder = _find_data(checkpoint, data, state)
         self.description = Description.load(folder)
         self.tokenized = tokenized
@@ -68,15 +69,21 @@ class Translator:
                 "give it text, without --tokenized"
             )
         self.subwords = Subwords(folder / SUBWORDS)
+        # Where fairseq-train inferred the languages, the checkpoint doesn't tell them.
+        overrides = {
+            "data": str(folder),
+            "source_lang": self.description.source_lang,
+            "target_lang": self.description.target_lang,
+        }
         try:
             models, cfg, self.task = checkpoint_utils.load_model_ensemble_and_task(
-                [str(checkpoint)], arg_overrides={"data": str(folder)}
+                [str(checkpoint)], arg_overrides=overrides
             )
-        except (RuntimeError, KeyError, AttributeError, ValueError, OSError) as error:
-            reason = str(error).strip().splitlines()
+        except Exception as error:  # fairseq raises whatever comes, Exception itself among them
+            reason = str(error).strip().splitlines() or [""]
             raise QKNormError(
                 f"{checkpoint} does not fit the vocabulary in {folder}, or is of another model: "
-                f"{reason[-1].strip() if reason else type(error).__name__}"
+                f"{type(error).__name__}: {shorten(reason[-1], 200)}"
             ) from None
         self.device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
         for model in models:
@@ -151,25 +158,6 @@ class Translator:
         dictionary = self.task.target_dictionary
         special = {dictionary.eos(), dictionary.pad(), dictionary.bos()}
         return self.subwords.decode([dictionary[t] for t in tokens.tolist() if t not in special])
-
-
-def _load(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint's content, read with torch's safe loader."""
-    if not checkpoint.is_file():
-        raise QKNormError(f"{checkpoint}: no such checkpoint")
-    try:
-        state = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ...
-        name = refused_name(error)
-        if name:
-            raise QKNormError(
-                f"{checkpoint}: refused, since it carries {name}, which no fairseq checkpoint "
-                "needs and which could run code"
-            ) from None
-        raise QKNormError(f"{checkpoint}: damaged, or no torch checkpoint") from None
-    if not isinstance(state, dict) or "model" not in state:
-        raise QKNormError(f"{checkpoint}: not a fairseq checkpoint (it has no model)")
-    return state
 
 
 def _find_data(checkpoint: Path, data: Path | None, state: dict[str, Any]) -> Path:

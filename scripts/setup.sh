@@ -320,7 +320,8 @@ check() {
     "$py" -c 'import fairseq, torch' && "$py" -m pip check
 }
 
-trap 'printf "\n"; die "interrupted; call scripts/setup.sh again to go on."' INT
+exec 3>&2 # the trap may run while stderr goes to the log
+trap '{ printf "\n"; die "interrupted; call scripts/setup.sh again to go on."; } 2>&3 >&2' INT
 
 begin=$SECONDS
 if [[ $remake == 1 ]]; then

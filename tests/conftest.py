@@ -1,8 +1,8 @@
 """What several tests share: two invented languages, their prepared folder, a trained checkpoint.
 
 Everything is made here, by code, in a folder of pytest's. The second language is the first one
-word for word, so that there is something to learn; 60 updates of a very small model don't learn
-much of it, but enough to be a real checkpoint by fairseq-train itself.
+word for word, so that there is something to learn; 100 updates of a very small model learn
+enough of it that different sentences get different translations.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Protocol
 
 import pytest
 from publisher import Publisher, publishing
+
+# Several processes share few cores here: threads that wait by spinning would slow all of them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 PROJECT = Path(__file__).resolve().parent.parent
 SYLLABLES_XX = ("ka", "lo", "mi", "tu", "ne", "ba", "ri")
@@ -67,8 +70,12 @@ def run() -> Run:
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment without what changes the commands' behaviour."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("QKNORM_")}
+    """The environment without what changes the commands' behaviour.
+
+    One thread: for models this small, several only wait for each other.
+    """
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("QKNORM_")}
+    return ours | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -113,21 +120,23 @@ def checkpoint(prepared: Path, run: Run, tmp_path_factory: pytest.TempPathFactor
     return save_dir / "checkpoint_best.pt"
 
 
-def train(run: Run, data: Path, save_dir: Path, *options: object, updates: int = 60) -> None:
+def train(run: Run, data: Path, save_dir: Path, *options: object, updates: int = 100) -> None:
     """A short fairseq-train of a 1+1 layer model of 32 dimensions."""
     done = run(
         "fairseq-train",
         data,
         *("--user-dir", PROJECT / "qknorm_fairseq", "--save-dir", save_dir),
-        *options,
         *("--encoder-layers", 1, "--decoder-layers", 1),
         *("--encoder-embed-dim", 32, "--decoder-embed-dim", 32),
         *("--encoder-ffn-embed-dim", 64, "--decoder-ffn-embed-dim", 64),
         *("--encoder-attention-heads", 2, "--decoder-attention-heads", 2),
-        *("--dropout", 0.1, "--optimizer", "adam", "--lr", 0.01),
+        *("--dropout", 0, "--attention-dropout", 0, "--activation-dropout", 0),
+        *("--optimizer", "adam", "--lr", 0.01),
         *("--lr-scheduler", "inverse_sqrt", "--warmup-updates", 20),
         *("--max-tokens", 600, "--max-update", updates),
+        *("--validate-interval", 1000, "--validate-interval-updates", 50),
         *("--no-epoch-checkpoints", "--seed", 1, "--cpu"),
+        *options,
     )
     assert done.returncode == 0, done.stderr
 
@@ -138,3 +147,14 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with publishing() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def transformer_checkpoint(
+    prepared: Path, run: Run, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """One update of fairseq's own transformer, in the sizes of `checkpoint`: no plugin in it."""
+    save_dir = tmp_path_factory.mktemp("transformer")
+    same = ("--share-all-embeddings", "--encoder-normalize-before", "--decoder-normalize-before")
+    train(run, prepared, save_dir, "--arch", "transformer", *same, updates=1)
+    return save_dir / "checkpoint_last.pt"

@@ -8,9 +8,11 @@ as a fairseq model with a dataclass of its own, so that `--arch NAME` and Hydra'
 # No `from __future__ import annotations` here: fairseq reads the options' annotations as types.
 
 import argparse
+import atexit
 import dataclasses
 import json
 import logging
+import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any, Optional
 from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import fsdp_wrap
-from fairseq.models import register_model
+from fairseq.models import ARCH_MODEL_REGISTRY, register_model
 from fairseq.models.transformer import (
     TransformerConfig,
     TransformerDecoderBase,
@@ -278,6 +280,22 @@ def _register(name: str, defaults: dict[str, Any]) -> None:
     register_model(name, dataclass=options)(type(camel, (TransformerQKNorm,), {"options": options}))
 
 
+def _show_options_with_help(arguments: list[str]) -> None:
+    """Let `fairseq-train --help --arch NAME` show what NAME adds to fairseq's options.
+
+    fairseq prints its help and ends before it asks the architecture for options; so they are
+    printed when it ends.
+    """
+    words = {word for argument in arguments for word in argument.split("=")}
+    if words.isdisjoint(("-h", "--help")):
+        return
+    for name in words & ARCHITECTURES.keys():
+        parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+        ARCH_MODEL_REGISTRY[name].add_args(parser.add_argument_group(f"Options of {name}"))
+        atexit.register(parser.print_help)
+
+
 for _name, _defaults in ARCHITECTURES.items():
     _register(_name, _defaults)
+_show_options_with_help(sys.argv[1:])
 checkpoints.allow_fairseq_classes()
