@@ -354,24 +354,34 @@ def _progress_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def _translate_and_score(run: Run) -> None:
-    from qknorm_fairseq import scores
+    from qknorm_fairseq.scores import score
     from qknorm_fairseq.text import read_lines
+    from qknorm_fairseq.tokenization import detokenize, tokenize
     from qknorm_fairseq.translator import Translator
 
     description = Description.load(run.data)
     target = description.target_lang
     source = read_lines(run.data / f"test.{description.source_lang}")
     references = read_lines(run.data / f"test.{target}")
-    translator = Translator(run.folder / BEST, data=run.folder, cpu=bool(run.config.common.cpu))
+    translator = Translator(
+        run.folder / BEST,
+        data=run.folder,
+        cpu=bool(run.config.common.cpu),
+        tokenized=description.tokenized,
+    )
     hypotheses: list[str] = []
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task(f"{run.name}: translating", total=len(source))
         for hypothesis in translator.translate_in_chunks(source, 128):
             hypotheses.append(hypothesis)
             progress.update(task, completed=len(hypotheses))
-    write_lines(run.folder / "hyp.detok.txt", hypotheses)
-    write_lines(run.folder / "hyp.tok.txt", scores.tokenize(hypotheses, target))
-    result = scores.score(hypotheses, references, lang=target, tokenized=False)
+    # A model of tokens is scored by its own tokens, as in the papers on such a corpus.
+    own_tokens = description.tokenized
+    tokens = hypotheses if own_tokens else tokenize(hypotheses, target)
+    texts = detokenize(hypotheses, target) if own_tokens else hypotheses
+    write_lines(run.folder / "hyp.tok.txt", tokens)
+    write_lines(run.folder / "hyp.detok.txt", texts)
+    result = score(hypotheses, references, lang=target, tokenized=own_tokens)
     trained = _progress_of(run.folder / LAST)
     write_json(
         run.folder / "score.json",
