@@ -1,0 +1,112 @@
+"""Translation as the paper decodes and validates: beam search with GNMT's length penalty.
+
+A hypothesis Y of a source X scores log P(Y | X) / ((5 + |Y|) / 6)^alpha (Wu et al. 2016, arXiv
+1609.08144, section 7), |Y| counting its end of sentence; it has at most |X| + 50 subwords. This
+holds in fairseq-generate, fairseq-interactive and the BLEU validation during training alike.
+"""
+
+# No `from __future__ import annotations` here: fairseq reads the options' annotations as types.
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq.tasks import register_task
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+
+from qknorm_fairseq.lr_schedule import DevBleu
+
+EXTRA_LENGTH = 50
+ALPHA = 0.6
+
+
+@dataclass
+class TranslationQKNormConfig(TranslationConfig):  # type: ignore[misc]
+    gnmt_lenpen: float = field(
+        default=ALPHA,
+        metadata={"help": "alpha of GNMT's length penalty; negative: fairseq's own --lenpen"},
+    )
+    extra_length: int = field(
+        default=EXTRA_LENGTH,
+        metadata={
+            "help": "a hypothesis has at most so many subwords more than its source; negative: "
+            "fairseq's own --max-len-a and --max-len-b"
+        },
+    )
+
+
+class GNMTSequenceGenerator(SequenceGenerator):  # type: ignore[misc]
+    """fairseq's beam search with GNMT's length penalty instead of a power of the length.
+
+    Args:
+        alpha: strength of the penalty; 0 compares the plain log-probabilities.
+    """
+
+    def __init__(self, *args: Any, alpha: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.alpha = alpha
+
+    def finalize_hypos(self, step: int, *args: Any, **kwargs: Any) -> Any:
+        """As fairseq's, which divides by |Y|^len_penalty, where |Y| = step + 1.
+
+        So the power is chosen for this length such that it gives ((5 + |Y|) / 6)^alpha.
+        """
+        length = step + 1
+        if length > 1:  # a length of 1 divides by 1 either way
+            self.len_penalty = self.alpha * math.log((5 + length) / 6) / math.log(length)
+        return super().finalize_hypos(step, *args, **kwargs)
+
+
+@register_task("translation_qknorm", dataclass=TranslationQKNormConfig)
+class TranslationQKNormTask(TranslationTask):  # type: ignore[misc]
+    """fairseq's translation task with the paper's search; all its options stay."""
+
+    def build_generator(
+        self,
+        models: Any,
+        args: Any,
+        seq_gen_cls: Any = None,
+        extra_gen_cls_kwargs: dict[str, Any] | None = None,
+        prefix_allowed_tokens_fn: Any = None,
+    ) -> Any:
+        extra = dict(extra_gen_cls_kwargs or {})
+        own_class = seq_gen_cls is None and not getattr(args, "print_alignment", None)
+        if own_class and self.cfg.gnmt_lenpen >= 0 and not getattr(args, "unnormalized", False):
+            seq_gen_cls = GNMTSequenceGenerator
+            extra["alpha"] = self.cfg.gnmt_lenpen
+        generator = super().build_generator(
+            models, args, seq_gen_cls, extra, prefix_allowed_tokens_fn
+        )
+        if self.cfg.extra_length >= 0 and hasattr(generator, "max_len_b"):
+            generator.max_len_a, generator.max_len_b = 1, self.cfg.extra_length
+        return generator
+
+    def begin_valid_epoch(self, epoch: int, model: Any) -> None:
+        super().begin_valid_epoch(epoch, model)
+        self._valid_epoch = epoch
+        self._bleu_sums: dict[str, float] = {}
+
+    def reduce_metrics(self, logging_outputs: Any, criterion: Any) -> None:
+        """As fairseq's; and the dev BLEU so far is put where the schedule's state finds it."""
+        super().reduce_metrics(logging_outputs, criterion)
+        if self.cfg.eval_bleu and any("_bleu_sys_len" in log for log in logging_outputs):
+            for log in logging_outputs:
+                for key, value in log.items():
+                    if key.startswith("_bleu_"):
+                        self._bleu_sums[key] = self._bleu_sums.get(key, 0) + float(value)
+            DevBleu.newest = (self._valid_epoch, self._bleu())
+
+    def _bleu(self) -> float:
+        """BLEU of the validation so far, computed and rounded as fairseq's task does."""
+        from sacrebleu.metrics import BLEU
+
+        sums = self._bleu_sums
+        bleu = BLEU.compute_bleu(
+            correct=[int(sums[f"_bleu_counts_{n}"]) for n in range(4)],
+            total=[int(sums[f"_bleu_totals_{n}"]) for n in range(4)],
+            sys_len=int(sums["_bleu_sys_len"]),
+            ref_len=int(sums["_bleu_ref_len"]),
+            smooth_method="exp",
+        )
+        return round(float(bleu.score), 2)
