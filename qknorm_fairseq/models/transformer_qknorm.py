@@ -73,6 +73,10 @@ class QKNormOptions(FairseqDataclass):  # type: ignore[misc]
             "lengths in subwords (default: what `qknorm prepare` stored beside the data)"
         },
     )
+    qknorm_g0_from: ChoiceEnum(["length", "head_dim"]) = field(  # type: ignore[valid-type]
+        default="length",
+        metadata={"help": "start g from log2(L^2 - L) (the paper) or from sqrt(head_dim)"},
+    )
     attention_norm: ChoiceEnum(NORMS) = field(  # type: ignore[valid-type]
         default="l2",
         metadata={
@@ -282,8 +286,13 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
         flat: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
         nested = TransformerConfig.from_namespace(Namespace(**flat))
         if nested.attention_norm == "l2":
-            data = getattr(task.cfg, "data", None)
-            nested.qknorm_g0 = starting_g(cfg.qknorm_g0, cfg.qknorm_length, data)
+            if cfg.qknorm_g0 is None and nested.qknorm_g0_from == "head_dim":
+                nested.qknorm_g0 = (
+                    nested.encoder.embed_dim / nested.encoder.attention_heads
+                ) ** 0.5
+            else:
+                data = getattr(task.cfg, "data", None)
+                nested.qknorm_g0 = starting_g(cfg.qknorm_g0, cfg.qknorm_length, data)
             _record(cfg, qknorm_g0=nested.qknorm_g0)
             logger.info(f"QKNorm: g starts from {nested.qknorm_g0:.4g}")
         model: TransformerQKNorm = super().build_model(nested, task)

@@ -15,6 +15,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
+from qknorm_fairseq.epochs import FixedEpochs
 from qknorm_fairseq.lr_schedule import DevBleu
 
 EXTRA_LENGTH = 50
@@ -33,6 +34,10 @@ class TranslationQKNormConfig(TranslationConfig):  # type: ignore[misc]
             "help": "a hypothesis has at most so many subwords more than its source; negative: "
             "fairseq's own --max-len-a and --max-len-b"
         },
+    )
+    epoch_batches: int = field(
+        default=0,
+        metadata={"help": "validate and save after so many batches; 0: after each pass"},
     )
 
 
@@ -81,6 +86,27 @@ class TranslationQKNormTask(TranslationTask):  # type: ignore[misc]
         if self.cfg.extra_length >= 0 and hasattr(generator, "max_len_b"):
             generator.max_len_a, generator.max_len_b = 1, self.cfg.extra_length
         return generator
+
+    def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        iterator = super().get_batch_iterator(dataset, *args, **kwargs)
+        is_train = dataset is self.datasets.get(self.cfg.train_subset)
+        if not (is_train and self.cfg.epoch_batches) or isinstance(iterator, FixedEpochs):
+            return iterator
+        fixed = FixedEpochs(
+            iterator.dataset,
+            iterator.collate_fn,
+            iterator.frozen_batches,
+            seed=iterator.seed,
+            num_shards=iterator.num_shards,
+            shard_id=iterator.shard_id,
+            num_workers=iterator.num_workers,
+            epoch=iterator.epoch,
+            buffer_size=iterator.buffer_size,
+            batches=self.cfg.epoch_batches,
+        )
+        if dataset in self.dataset_to_epoch_iter:
+            self.dataset_to_epoch_iter[dataset] = fixed
+        return fixed
 
     def begin_valid_epoch(self, epoch: int, model: Any) -> None:
         super().begin_valid_epoch(epoch, model)
