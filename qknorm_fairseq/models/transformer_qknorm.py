@@ -119,13 +119,13 @@ class QKNormOptions(FairseqDataclass):  # type: ignore[misc]
     )
 
 
-def _transformer_fields() -> list[tuple[str, Any, dataclasses.Field[Any]]]:
-    """The options of fairseq's `TransformerConfig`, with the nested ones written out.
+def _flat_fields() -> list[tuple[str, Any, dataclasses.Field[Any]]]:
+    """Our options and those of fairseq's `TransformerConfig`, with the nested ones written out.
 
     fairseq's argparse side knows flat options only: `encoder.layers` there is `encoder_layers`.
     """
     flat = []
-    for outer in dataclasses.fields(TransformerConfig):
+    for outer in (*dataclasses.fields(QKNormOptions), *dataclasses.fields(TransformerConfig)):
         if outer.name.startswith("_"):
             continue
         if outer.name not in ("encoder", "decoder", "quant_noise"):
@@ -437,7 +437,7 @@ def _register(name: str, defaults: dict[str, Any]) -> None:
             annotation,
             dataclasses.field(default=defaults.get(key, spec.default), metadata=spec.metadata),
         )
-        for key, annotation, spec in _transformer_fields()
+        for key, annotation, spec in _flat_fields()
     ]
     camel = "".join(part.capitalize() for part in name.split("_"))
     options = dataclasses.make_dataclass(f"{camel}Config", fields, bases=(QKNormOptions,))
