@@ -1,7 +1,8 @@
 """FixNorm embeddings (Nguyen & Chiang 2018; used by Nguyen & Salazar 2019 and Henry et al. 2020).
 
 Each row of the table is divided by its own length before use, at the input and at the output, so
-that a rare word's vector is as long as a frequent one's.
+that a rare word's vector is as long as a frequent one's. The padding row has no length and stays
+zero, without a gradient (torch's `normalize` would give it a huge one at the output).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from qknorm_fairseq.modules.attention import unit
 
 START = 0.01  # the raw table starts uniform in [-START, START]
 
@@ -25,7 +28,7 @@ class FixNormEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """B x T token indices to B x T x dim."""
-        return F.normalize(super().forward(tokens), dim=-1)
+        return unit(super().forward(tokens))
 
 
 class OutputProjection(nn.Module):
@@ -53,6 +56,6 @@ class OutputProjection(nn.Module):
         self.register_buffer("allowed", allowed)
 
     def forward(self, features: Tensor) -> Tensor:
-        weight = F.normalize(self.weight, dim=-1) if self.fixnorm else self.weight
+        weight = unit(self.weight) if self.fixnorm else self.weight
         logits = F.linear(features, weight, self.bias)
         return logits if self.allowed is None else logits.masked_fill(~self.allowed, float("-inf"))
