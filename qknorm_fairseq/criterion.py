@@ -18,6 +18,7 @@ class LabelSmoothedCrossEntropyAllowed(LabelSmoothedCrossEntropyCriterion):  # t
 
     A token is allowed if the model gives it any probability: with a logit mask, others have none,
     and fairseq's own criterion would sum up their infinite losses. Without a mask all are allowed.
+    A target that isn't allowed (one of the dev set that no training target has) adds no nll.
     """
 
     def compute_loss(
@@ -25,8 +26,9 @@ class LabelSmoothedCrossEntropyAllowed(LabelSmoothedCrossEntropyCriterion):  # t
     ) -> tuple[Tensor, Tensor]:
         lprobs, target = self.get_lprobs_and_target(model, net_output, sample)
         allowed = lprobs > float("-inf")
+        lprobs = lprobs.masked_fill(~allowed, 0)
         nll = -lprobs.gather(1, target.unsqueeze(1)).squeeze(1)
-        spread = -lprobs.masked_fill(~allowed, 0).sum(dim=1) / allowed.sum(dim=1)
+        spread = -lprobs.sum(dim=1) / allowed.sum(dim=1)
         padding = target.eq(self.padding_idx)
         nll, spread = nll.masked_fill(padding, 0), spread.masked_fill(padding, 0)
         loss = (1 - self.eps) * nll + self.eps * spread
