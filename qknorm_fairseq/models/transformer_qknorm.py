@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 import torch
 from fairseq import utils
-from fairseq.data import data_utils, indexed_dataset
+from fairseq.data import data_utils
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import fsdp_wrap
@@ -403,9 +403,14 @@ def target_tokens(task: Any) -> Tensor:
     dictionary = task.target_dictionary
     allowed = torch.ones(len(dictionary), dtype=torch.bool)
     source, target = task.cfg.source_lang, task.cfg.target_lang
-    folders = (task.cfg.data or "").split(":")
-    parts = [Path(folder) / f"train.{source}-{target}.{target}" for folder in folders]
-    if not all(indexed_dataset.dataset_exists(str(part), impl=None) for part in parts):
+    # As fairseq finds its data: train, train1, ...; prepared for this direction or the other.
+    parts = [
+        file.with_suffix("")
+        for folder in (task.cfg.data or "").split(":")
+        for pair in (f"{source}-{target}", f"{target}-{source}")
+        for file in Path(folder).glob(f"train*.{pair}.{target}.idx")
+    ]
+    if not parts:
         return allowed
     allowed.zero_()
     allowed[[dictionary.unk(), dictionary.eos()]] = True
