@@ -32,6 +32,7 @@ class DecayOnBleuConfig(FairseqDataclass):  # type: ignore[misc]
         metadata={"help": "stop under this rate (--stop-min-lr would stop in the warm-up)"},
     )
     stop_min_lr: float = II("optimization.stop_min_lr")
+    best_checkpoint_metric: str = II("checkpoint.best_checkpoint_metric")
     lr: List[float] = II("optimization.lr")  # noqa: UP006, RUF009
 
 
@@ -50,7 +51,8 @@ class DecayOnBleu(FairseqLRScheduler):  # type: ignore[misc]
     """See the module. Needs --best-checkpoint-metric bleu and --stop-min-lr 0.
 
     Raises:
-        ValueError: several rates are given, or fairseq would not notice the stop.
+        ValueError: several rates are given, fairseq would not notice the stop, or would give
+            another number than BLEU.
     """
 
     def __init__(self, cfg: Any, optimizer: Any) -> None:
@@ -59,10 +61,16 @@ class DecayOnBleu(FairseqLRScheduler):  # type: ignore[misc]
             raise ValueError("decay_on_bleu takes one --lr, its peak")
         if cfg.stop_min_lr != 0:
             raise ValueError("decay_on_bleu stops by a rate of 0: it needs --stop-min-lr 0")
+        if cfg.best_checkpoint_metric != "bleu":
+            raise ValueError(
+                "decay_on_bleu decays on dev BLEU: it needs --eval-bleu, --best-checkpoint-metric "
+                "bleu and --maximize-best-checkpoint-metric"
+            )
         self.flat = float(cfg.lr[0])
         self.history: list[float] = []
         self.epoch = 0  # the last one in the history
         self.updates = 0
+        DevBleu.newest = None  # of another training in this process
         self.step_update(0)
 
     def step(self, epoch: int, val_loss: float | None = None) -> float:
@@ -81,7 +89,7 @@ class DecayOnBleu(FairseqLRScheduler):  # type: ignore[misc]
         before = self.history[-self.cfg.bleu_patience :]
         self.history.append(bleu)
         self.epoch = epoch
-        past_warmup = self.updates > self.cfg.warmup_updates
+        past_warmup = self.updates >= self.cfg.warmup_updates
         if past_warmup and len(before) == self.cfg.bleu_patience and bleu < min(before):
             self.flat *= self.cfg.lr_decay
 
@@ -91,7 +99,7 @@ class DecayOnBleu(FairseqLRScheduler):  # type: ignore[misc]
         if self.flat < self.cfg.least_lr:
             rate = 0.0
         elif num_updates < warmup:
-            rate = self.flat * max(num_updates, 1) / warmup
+            rate = self.flat * (num_updates + 1) / warmup  # of the update to come
         else:
             rate = self.flat
         self.optimizer.set_lr(rate)
