@@ -87,10 +87,16 @@ class TranslationQKNormTask(TranslationTask):  # type: ignore[misc]
             generator.max_len_a, generator.max_len_b = 1, self.cfg.extra_length
         return generator
 
-    def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        iterator = super().get_batch_iterator(dataset, *args, **kwargs)
+    def get_batch_iterator(self, dataset: Any, *args: Any, epoch: int = 1, **kwargs: Any) -> Any:
+        known = self.dataset_to_epoch_iter.get(dataset)
+        # fairseq forms the batches by the epoch it starts in; by the first, a resumed training
+        # has the same ones.
+        iterator = super().get_batch_iterator(dataset, *args, epoch=1, **kwargs)
+        if iterator is known:
+            return iterator
+        iterator.epoch = epoch
         is_train = dataset is self.datasets.get(self.cfg.train_subset)
-        if not (is_train and self.cfg.epoch_batches) or isinstance(iterator, FixedEpochs):
+        if not (is_train and self.cfg.epoch_batches):
             return iterator
         fixed = FixedEpochs(
             iterator.dataset,
