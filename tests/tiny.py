@@ -6,6 +6,7 @@ what `fairseq-train` would train, within a fraction of a second.
 
 from __future__ import annotations
 
+import random
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ USER_DIR = Path(__file__).resolve().parent.parent / "qknorm_fairseq"
 # The dictionary is joint: <s> <pad> </s> <unk>, then a ... n. The target side of the training
 # text has neither a, b, c (source only) nor n (nowhere); d and e stand on both sides.
 WORDS = "abcdefghijklmn"
-TEXT = {
+Text = dict[str, list[tuple[str, str]]]
+TEXT: Text = {
     "train": [
         ("a b c d e", "f g"),
         ("b a", "h i j k l m d e f"),
@@ -38,16 +40,16 @@ class Built(NamedTuple):
     task: Any
 
 
-def write_data(folder: Path, source: str = "xx", target: str = "yy") -> Path:
-    """TEXT as fairseq-preprocess would leave it, in `folder`."""
+def write_data(folder: Path, text: Text | None = None) -> Path:
+    """A text of `WORDS` (TEXT, if none is given) as fairseq-preprocess would leave it."""
     folder.mkdir(parents=True, exist_ok=True)
     dictionary = Dictionary()
     for word in WORDS:
         dictionary.add_symbol(word)
-    for split, pairs in TEXT.items():
-        for side, language in enumerate((source, target)):
+    for split, pairs in (text or TEXT).items():
+        for side, language in enumerate(("xx", "yy")):
             dictionary.save(str(folder / f"dict.{language}.txt"))
-            name = str(folder / f"{split}.{source}-{target}.{language}")
+            name = str(folder / f"{split}.xx-yy.{language}")
             builder = indexed_dataset.make_builder(
                 f"{name}.bin", impl="mmap", vocab_size=len(dictionary)
             )
@@ -55,6 +57,17 @@ def write_data(folder: Path, source: str = "xx", target: str = "yy") -> Path:
                 builder.add_item(dictionary.encode_line(pair[side], add_if_not_exist=False))
             builder.finalize(f"{name}.idx")
     return folder
+
+
+def larger_text(**sentences: int) -> Text:
+    """So many sentence pairs in each split: a ... g is said h ... n, word for word."""
+    numbers = random.Random(1)
+    meaning = dict(zip(WORDS[:7], WORDS[7:], strict=True))
+    text: Text = {}
+    for split, count in sentences.items():
+        sources = [numbers.choices(WORDS[:7], k=numbers.randint(2, 9)) for _ in range(count)]
+        text[split] = [(" ".join(s), " ".join(meaning[word] for word in s)) for s in sources]
+    return text
 
 
 def build(
