@@ -116,29 +116,10 @@ class TranslationQKNormTask(TranslationTask):  # type: ignore[misc]
 
     def begin_valid_epoch(self, epoch: int, model: Any) -> None:
         super().begin_valid_epoch(epoch, model)
-        self._valid_epoch = epoch
-        self._bleu_sums: dict[str, float] = {}
+        self._subsets_done, self._valid_epoch = 0, epoch
 
-    def reduce_metrics(self, logging_outputs: Any, criterion: Any) -> None:
-        """As fairseq's; and the dev BLEU so far is put where the schedule's state finds it."""
-        super().reduce_metrics(logging_outputs, criterion)
-        if self.cfg.eval_bleu and any("_bleu_sys_len" in log for log in logging_outputs):
-            for log in logging_outputs:
-                for key, value in log.items():
-                    if key.startswith("_bleu_"):
-                        self._bleu_sums[key] = self._bleu_sums.get(key, 0) + float(value)
-            DevBleu.newest = (self._valid_epoch, self._bleu())
-
-    def _bleu(self) -> float:
-        """BLEU of the validation so far, computed and rounded as fairseq's task does."""
-        from sacrebleu.metrics import BLEU
-
-        sums = self._bleu_sums
-        bleu = BLEU.compute_bleu(
-            correct=[int(sums[f"_bleu_counts_{n}"]) for n in range(4)],
-            total=[int(sums[f"_bleu_totals_{n}"]) for n in range(4)],
-            sys_len=int(sums["_bleu_sys_len"]),
-            ref_len=int(sums["_bleu_ref_len"]),
-            smooth_method="exp",
-        )
-        return round(float(bleu.score), 2)
+    def post_validate(self, model: Any, stats: dict[str, Any], agg: Any) -> None:
+        """Put the dev BLEU, that of the first subset, where the schedule's state finds it."""
+        if "bleu" in stats and self._subsets_done == 0:
+            DevBleu.newest = (self._valid_epoch, float(stats["bleu"]))
+        self._subsets_done += 1
