@@ -88,6 +88,9 @@ class TranslationQKNormTask(TranslationTask):  # type: ignore[misc]
         return generator
 
     def get_batch_iterator(self, dataset: Any, *args: Any, epoch: int = 1, **kwargs: Any) -> Any:
+        # fairseq-fixed leaves out a last batch whose size is no multiple of this, by default 8:
+        # the longest sentences of the training, dev and test text.
+        kwargs["required_batch_size_multiple"] = 1
         known = self.dataset_to_epoch_iter.get(dataset)
         # fairseq forms the batches by the epoch it starts in; by the first, a resumed training
         # has the same ones.
