@@ -237,7 +237,10 @@ def translate(
         typer.Option(help="Prepared folder (default: beside the checkpoint, or where it trained)."),
     ] = None,
     beam: Annotated[int, typer.Option(min=1, help="Beam size.")] = 4,
-    lenpen: Annotated[float, typer.Option(help="Length penalty; more favours longer.")] = 1.0,
+    lenpen: Annotated[
+        Optional[float],
+        typer.Option(help="Length penalty; more favours longer (default: the task's)."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sentences at a time.")] = 64,
     buffer_size: Annotated[
         int, typer.Option(min=1, help="Lines to read before translating (1 at a terminal).")

@@ -34,7 +34,9 @@ class Translator:
     Args:
         data: the folder that `qknorm prepare` made, if it is in neither place.
         beam: hypotheses kept while searching.
-        lenpen: fairseq's length penalty: over 1 favours long translations.
+        lenpen: strength of the length penalty: more favours long translations. A model of the
+            task translation_qknorm has GNMT's, 0.6 unless it was trained with another; others
+            have fairseq's power of the length, 1.
         max_sentences, max_tokens: the most of one batch; tokens include padding.
         cpu: use the CPU even where there is a GPU.
         tokenized: take and give Moses tokens as they are, with a model that was trained on such.
@@ -51,7 +53,7 @@ class Translator:
         *,
         data: Path | None = None,
         beam: int = 4,
-        lenpen: float = 1.0,
+        lenpen: float | None = None,
         max_sentences: int = 64,
         max_tokens: int = 6000,
         cpu: bool = False,
@@ -89,10 +91,12 @@ class Translator:
         for model in models:
             model.to(self.device).eval().prepare_for_inference_(cfg)
         self.models = models
-        self.generator = self.task.build_generator(
-            models,
-            Namespace(beam=beam, lenpen=lenpen, max_len_a=1, max_len_b=EXTRA_LENGTH),
-        )
+        search = {"beam": beam, "max_len_a": 1, "max_len_b": EXTRA_LENGTH}
+        if lenpen is not None:
+            search["lenpen"] = lenpen
+            if "gnmt_lenpen" in self.task.cfg:
+                self.task.cfg.gnmt_lenpen = lenpen
+        self.generator = self.task.build_generator(models, Namespace(**search))
         limits = (model.max_positions() for model in models)
         self.longest = min(utils.resolve_max_positions(self.task.max_positions(), *limits))
 

@@ -526,7 +526,7 @@ def test_architecture_is_the_papers(model: str, size: str) -> None:
     assert options.share_all_embeddings is True
     assert options.attention_norm == ("l2" if model == "qknorm" else "none")
     assert options.residual_norm == ("layer" if model == "qknorm" else "scale")
-    assert options.fixnorm and options.output_bias and options.small_init and options.logit_mask
+    assert options.fixnorm and options.output_bias and options.small_init
     assert options.word_dropout == 0.1
     assert options.g_per == "module" and options.attention_norm_groups == 1
     assert options.attention_norm_scale is False

@@ -156,7 +156,7 @@ PAPER: dict[str, Any] = {
     "output_bias": True,
     "small_init": True,
     "word_dropout": 0.1,
-    "logit_mask": True,
+    # The logit mask is the recipe's, not the architecture's: it needs a criterion that knows it.
 }
 # The baseline, Nguyen & Salazar 2019: the same with ScaleNorm and ordinary attention.
 SCALENORM = {"attention_norm": "none", "residual_norm": "scale"}
