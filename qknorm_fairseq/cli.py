@@ -238,7 +238,7 @@ def translate(
     ] = None,
     beam: Annotated[int, typer.Option(min=1, help="Beam size.")] = 4,
     lenpen: Annotated[
-        Optional[float],
+        float | None,
         typer.Option(help="Length penalty; more favours longer (default: the task's)."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sentences at a time.")] = 64,

@@ -91,7 +91,7 @@ class Translator:
         for model in models:
             model.to(self.device).eval().prepare_for_inference_(cfg)
         self.models = models
-        search = {"beam": beam, "max_len_a": 1, "max_len_b": EXTRA_LENGTH}
+        search: dict[str, float] = {"beam": beam, "max_len_a": 1, "max_len_b": EXTRA_LENGTH}
         if lenpen is not None:
             search["lenpen"] = lenpen
             if "gnmt_lenpen" in self.task.cfg:
