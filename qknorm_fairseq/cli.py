@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -49,15 +50,20 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@app.callback(invoke_without_command=True)
-def options(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on failure.")] = False,
-) -> None:
-    if version:
+def print_version(wanted: bool) -> None:
+    if wanted:
         print(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on failure.")] = False,
+) -> None:
     if debug:
         os.environ["QKNORM_DEBUG"] = "1"
 
@@ -270,6 +276,8 @@ def translate(
         cpu=cpu,
         tokenized=tokenized,
     )
+    if isinstance(sys.stdout, io.TextIOWrapper):  # UTF-8 out as in, whatever the locale says
+        sys.stdout.reconfigure(encoding="utf-8")
     if stream.isatty():
         buffer_size = 1
     with stream:

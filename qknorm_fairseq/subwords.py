@@ -31,7 +31,7 @@ class Subwords:
         try:
             self.model = sentencepiece.SentencePieceProcessor(model_file=str(file))
         except (OSError, RuntimeError):
-            raise QKNormError(f"{file}: not a sentencepiece model") from None
+            raise QKNormError(f"{file}: missing, or not a sentencepiece model") from None
 
     def encode(self, lines: Sequence[str]) -> list[list[str]]:
         """The pieces of each line; what the vocabulary lacks is `<unk>`, as fairseq writes it."""

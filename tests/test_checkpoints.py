@@ -227,11 +227,7 @@ def test_a_checkpoint_with_a_payload_is_refused_by_name(bad: tuple[Path, str]) -
     )
 
 
-@pytest.mark.parametrize(
-    "bad",
-    ["a shell command in the options", "an object with state"],
-    indirect=True,
-)
+@pytest.mark.parametrize("bad", ["an object with state in the options"], indirect=True)
 def test_fairseq_generate_refuses_it_by_name(
     run: Run, prepared: Path, bad: tuple[Path, str]
 ) -> None:
@@ -242,20 +238,3 @@ def test_fairseq_generate_refuses_it_by_name(
     )
     assert done.returncode == 1
     assert re.search(rf"[Uu]nsupported (global: )?GLOBAL {re.escape(name)} ", done.stderr)
-
-
-def test_fairseq_train_does_not_finetune_from_it(
-    run: Run, prepared: Path, checkpoint: Path, tmp_path: Path
-) -> None:
-    state = torch.load(checkpoint, weights_only=True)
-    in_extra_state(state, Evaluated(tmp_path / MARK))
-    torch.save(state, tmp_path / "bad.pt")
-    done = run(
-        "fairseq-train",
-        *(prepared, "--user-dir", PLUGIN, "--arch", "transformer_qknorm_tiny"),
-        *("--encoder-embed-dim", 32, "--decoder-embed-dim", 32, "--optimizer", "adam"),
-        *("--finetune-from-model", tmp_path / "bad.pt", "--max-tokens", 600, "--max-update", 1),
-        *("--cpu", "--save-dir", tmp_path / "run"),
-    )
-    assert done.returncode == 1
-    assert "posix.system" in done.stderr

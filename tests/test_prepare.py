@@ -105,8 +105,8 @@ def test_the_stored_length_is_the_97_5th_percentile_of_both_sides(prepared: Path
 def test_the_description_tells_languages_and_counts(prepared: Path) -> None:
     description = json.loads((prepared / "qknorm.json").read_text())
     assert (description["source_lang"], description["target_lang"]) == ("xx", "yy")
-    assert description["sentences"] == {"train": 300, "valid": 40, "test": 30}
-    assert description["vocab_size"] == 120
+    assert description["sentences"] == {"train": 400, "valid": 40, "test": 30}
+    assert description["vocab_size"] == 160
 
 
 def test_the_text_that_scores_refer_to_lies_beside_the_binarized_data(
@@ -133,7 +133,7 @@ def copy(prepared: Path, tmp_path: Path) -> Path:
 def test_a_second_call_reuses_the_folder(run: Run, copy: Path, parallel_files: Files) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in copy.iterdir()}
     done = run(
-        "qknorm", "prepare", *parts(parallel_files), "--vocab-size", 120, "--out", copy, "--json"
+        "qknorm", "prepare", *parts(parallel_files), "--vocab-size", 160, "--out", copy, "--json"
     )
     assert done.returncode == 0
     assert "already prepared" in done.stderr
@@ -147,7 +147,7 @@ def test_other_options_need_force(
 ) -> None:
     before = contents(copy)
     done = run(
-        *("qknorm", "prepare", *parts(parallel_files), "--vocab-size", 120, "--out", copy),
+        *("qknorm", "prepare", *parts(parallel_files), "--vocab-size", 160, "--out", copy),
         *options,
     )
     assert done.returncode == 1
@@ -161,7 +161,7 @@ def test_changed_files_need_force(run: Run, copy: Path, tmp_path: Path) -> None:
         tmp_path / "other",
         {f"{split}.{side}": b"ka lo\n" for split in ("train", "valid") for side in ("xx", "yy")},
     )
-    done = run("qknorm", "prepare", *parts(files), "--vocab-size", 120, "--out", copy)
+    done = run("qknorm", "prepare", *parts(files), "--vocab-size", 160, "--out", copy)
     assert done.returncode == 1
     assert "--force" in done.stderr
 
@@ -201,7 +201,7 @@ def test_a_failed_force_leaves_the_old_folder(
     )
     assert too_few.returncode == 1
     assert too_few.stderr.splitlines()[-1].startswith("qknorm: ")
-    assert "at least 39 are needed (--vocab-size)" in too_few.stderr
+    assert "at least 33 are needed (--vocab-size)" in too_few.stderr
     assert contents(copy) == before
     assert [path.name for path in copy.parent.iterdir()] == [copy.name]
 
@@ -441,8 +441,8 @@ def test_empty_pairs_can_be_skipped_and_others_keep_their_counterparts(
             "train.xx": b"one\n\nthree\n\nfive\n",
             "train.yy": b"uno\ndos\n\n\ncinco\n",
             # A line that is empty on both sides is no error, and no pair either.
-            "valid.xx": b"\none three\n",
-            "valid.yy": b"\nuno dos\n",
+            "valid.xx": b"\nfive one\n",
+            "valid.yy": b"\ncinco uno\n",
         },
     )
     done = run("qknorm", "prepare", *parts(files), "--skip-empty", "--out", tmp_path / "out")
@@ -453,7 +453,7 @@ def test_empty_pairs_can_be_skipped_and_others_keep_their_counterparts(
         for split in ("train", "valid")
         for language in ("xx", "yy")
     ]
-    assert kept == [["one", "five"], ["uno", "cinco"], ["one three"], ["uno dos"]]
+    assert kept == [["one", "five"], ["uno", "cinco"], ["five one"], ["cinco uno"]]
 
 
 def test_a_writing_system_of_thousands_of_characters(run: Run, tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def start(files: Files, out: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [
             *(Path(sys.executable).parent / "qknorm", "prepare", *parts(files)),
-            *("--vocab-size", "120", "--out", out),
+            *("--vocab-size", "160", "--out", out),
         ],
         env=clean_environment(),
         stderr=subprocess.DEVNULL,

@@ -14,16 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import PROJECT, Run
+from conftest import PROJECT, Run, clean_environment
 
 PLUGIN = PROJECT / "qknorm_fairseq"
-
-# Code that runs before fairseq-validate in its process.
-IMPORTED_BEFORE = {
-    "the package, before fairseq": "import qknorm_fairseq",
-    "the attention module": "import qknorm_fairseq.modules.attention",
-    "the package, after fairseq": "import fairseq, qknorm_fairseq",
-}
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +54,13 @@ def validations(
         return ["python", "-c", call, *options, "--user-dir", user_dir]
 
     cases: dict[str, list[object]] = {
-        "none": ["fairseq-validate", *options],
-        "link": ["fairseq-validate", *options, "--user-dir", link],
-        "other name": ["fairseq-validate", *options, "--user-dir", other_name],
-        "imported, then a link": after(IMPORTED_BEFORE["the attention module"], link),
+        "no user dir": ["fairseq-validate", *options],
+        "a link": ["fairseq-validate", *options, "--user-dir", link],
+        "a link of another name": ["fairseq-validate", *options, "--user-dir", other_name],
+        "the package, before fairseq": after("import qknorm_fairseq", PLUGIN),
+        "the package, after fairseq": after("import fairseq, qknorm_fairseq", PLUGIN),
+        "the attention, then a link": after("import qknorm_fairseq.modules.attention", link),
     }
-    for name, code in IMPORTED_BEFORE.items():
-        cases[name] = after(code, PLUGIN)
     with ThreadPoolExecutor(2) as pool:
         calls = pool.map(lambda command: run(*command, cwd=elsewhere), cases.values())
         return dict(zip(cases, calls, strict=True))
@@ -81,63 +74,52 @@ def assert_validated(done: subprocess.CompletedProcess[str]) -> None:
 def test_without_the_user_dir_fairseq_cannot_build_the_model(
     validations: dict[str, subprocess.CompletedProcess[str]],
 ) -> None:
-    assert validations["none"].returncode != 0
-    assert "in build_model" in validations["none"].stderr
+    assert validations["no user dir"].returncode != 0
+    assert "in build_model" in validations["no user dir"].stderr
 
 
-@pytest.mark.parametrize("case", ["link", "other name", "imported, then a link"])
+@pytest.mark.parametrize("case", ["a link", "a link of another name"])
 def test_a_symbolic_link_is_a_user_dir(
     validations: dict[str, subprocess.CompletedProcess[str]], case: str
 ) -> None:
     assert_validated(validations[case])
 
 
-@pytest.mark.parametrize("case", IMPORTED_BEFORE)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "the package, before fairseq",
+        "the package, after fairseq",
+        "the attention, then a link",
+    ],
+)
 def test_the_user_dir_works_if_something_was_imported_before(
     validations: dict[str, subprocess.CompletedProcess[str]], case: str
 ) -> None:
     assert_validated(validations[case])
 
 
-def test_generate_with_the_path_that_the_command_prints(
-    run: Run, prepared: Path, checkpoint: Path, elsewhere: Path
+def test_interactive_with_the_path_that_the_command_prints(
+    prepared: Path, checkpoint: Path, elsewhere: Path
 ) -> None:
-    """fairseq-generate ... --user-dir "$(qknorm user-dir)", as the README says."""
+    """--user-dir "$(qknorm user-dir)", as the README says."""
     bin_dir = Path(sys.executable).parent
+    call = (
+        'fairseq-interactive "$0" --path "$1" --user-dir "$(qknorm user-dir)" --cpu --beam 2 '
+        '--bpe sentencepiece --sentencepiece-model "$0/sentencepiece.model"'
+    )
     done = subprocess.run(
-        [
-            "bash",
-            "-c",
-            'fairseq-generate "$0" --path "$1" --user-dir "$(qknorm user-dir)" --cpu '
-            "--gen-subset valid --beam 2 --remove-bpe sentencepiece",
-            prepared,
-            checkpoint,
-        ],
+        ["bash", "-c", call, prepared, checkpoint],
+        input="Kaka lolo.\nMimi.\n",
         cwd=elsewhere,
-        env=os.environ | {"PATH": f"{bin_dir}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+        env=clean_environment() | {"PATH": f"{bin_dir}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     translated = [line for line in done.stdout.splitlines() if line.startswith("H-")]
-    assert len(translated) == 40  # a line for each sentence of the development set
-    assert "Generate valid with beam=2: BLEU" in done.stdout
-
-
-def test_interactive_translates_its_input(
-    run: Run, prepared: Path, checkpoint: Path, elsewhere: Path
-) -> None:
-    done = run(
-        "fairseq-interactive",
-        *(prepared, "--user-dir", PLUGIN, "--path", checkpoint, "--cpu", "--beam", 2),
-        *("--bpe", "sentencepiece", "--sentencepiece-model", prepared / "sentencepiece.model"),
-        input="Kaka lolo.\nMimi.\n",
-        cwd=elsewhere,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.split("\t")[0] for line in lines if line.startswith("H-")] == ["H-0", "H-1"]
+    assert [line.split("\t")[0] for line in translated] == ["H-0", "H-1"]
 
 
 def test_train_help_shows_the_options(run: Run, elsewhere: Path) -> None:
@@ -206,21 +188,3 @@ def test_importing_the_package_alone_loads_neither_torch_nor_fairseq(
     code = "import sys, qknorm_fairseq.cli; print({'torch', 'fairseq', 'numpy'} & set(sys.modules))"
     done = run("python", "-c", code, cwd=elsewhere)
     assert done.stdout == "set()\n", done.stderr
-
-
-def test_hydra_train_takes_the_configurations_from_anywhere(
-    run: Run, prepared: Path, elsewhere: Path, tmp_path: Path
-) -> None:
-    """Their user_dir is relative to the checkout; from elsewhere, it is given."""
-    done = run(
-        "fairseq-hydra-train",
-        *("--config-dir", PROJECT / "configs", "--config-name", "demo"),
-        *("task.source_lang=xx", "task.target_lang=yy", f"task.data={prepared}"),
-        *("model.encoder_embed_dim=32", "model.decoder_embed_dim=32"),
-        *("optimization.max_update=1", "dataset.disable_validation=true"),
-        *(f"checkpoint.save_dir={tmp_path}", f"common.user_dir={PLUGIN}"),
-        cwd=elsewhere,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "checkpoint_last.pt").is_file()
-    assert list(elsewhere.glob("**/*.yaml")) == []  # nothing of Hydra's is left behind

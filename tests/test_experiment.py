@@ -1,0 +1,416 @@
+"""`python -m qknorm_fairseq.experiment`: what a run leaves, and that nothing is done twice or lost.
+
+The runs are real: each trains by fairseq-hydra-train with the project's configurations, in very
+small sizes, on the two invented languages. They run in a folder of their own, so that `runs/`
+is made there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import PROJECT, Run, clean_environment
+from omegaconf import OmegaConf
+from sacrebleu.metrics import BLEU
+
+from qknorm_fairseq.scores import score_files, tokenize
+
+SMALL = (
+    *("model.encoder_layers=1", "model.decoder_layers=1"),
+    *("model.encoder_embed_dim=32", "model.decoder_embed_dim=32"),
+    *("model.encoder_ffn_embed_dim=64", "model.decoder_ffn_embed_dim=64"),
+    *("model.encoder_attention_heads=2", "model.decoder_attention_heads=2"),
+    *("task.source_lang=xx", "task.target_lang=yy", "++dataset.num_workers=0"),
+)
+QKNORM = Path("runs/catalogues/xx-yy/transformer_qknorm_tiny/seed1")  # as configs/corpus names it
+TRANSFORMER = Path("runs/catalogues/xx-yy/transformer/seed1")
+
+Experiment = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def command(data: Path, *settings: object) -> list[str]:
+    """The runner with the demo's configuration. A later setting counts over an earlier one."""
+    return [
+        *("-m", "qknorm_fairseq.experiment", "demo", "--config-dir", str(PROJECT / "configs")),
+        *(*SMALL, f"task.data={data}", *map(str, settings)),
+    ]
+
+
+@pytest.fixture(scope="session")
+def experiment(run: Run, prepared: Path) -> Experiment:
+    """`experiment(cwd, settings...)`: the runner to its end."""
+
+    def call(cwd: Path, *settings: object) -> subprocess.CompletedProcess[str]:
+        return run("python", *command(prepared, *settings), cwd=cwd)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def both(
+    experiment: Experiment, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The folder and the outcome of the demo's comparison: two models, 12 updates each."""
+    folder = tmp_path_factory.mktemp("both")
+    models = "model=transformer_qknorm_tiny,transformer"
+    done = experiment(folder, models, "optimization.max_update=12")
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def score(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "score.json").read_text("utf-8"))
+    return content
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of train.jsonl."""
+    return [json.loads(line) for line in (folder / "train.jsonl").read_text("utf-8").splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------
+# What a run leaves
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("run_folder", "model"),
+    [(QKNORM, "transformer_qknorm_tiny"), (TRANSFORMER, "transformer")],
+)
+def test_score_says_what_was_trained(
+    both: tuple[Path, subprocess.CompletedProcess[str]],
+    prepared: Path,
+    run_folder: Path,
+    model: str,
+) -> None:
+    folder = both[0] / run_folder
+    found = score(folder)
+    assert (found["pair"], found["model"], found["seed"]) == ("xx-yy", model, 1)
+    assert found["updates"] == 12
+    assert found["test_sentences"] == len((prepared / "test.yy").read_text("utf-8").splitlines())
+    # Shared weights stand in the file several times, but in one place of memory.
+    weights = torch.load(folder / "checkpoint_best.pt", weights_only=True)["model"]
+    sizes = {
+        tensor.untyped_storage().data_ptr(): tensor.numel()
+        for name, tensor in weights.items()
+        if name.rpartition(".")[2] in ("weight", "bias", "g")
+    }
+    assert found["params"] == sum(sizes.values())
+
+
+def test_the_models_differ_by_three_parameters(
+    both: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    """One g for each attention of 1+1 layers; all else is the same size."""
+    folder, _ = both
+    assert score(folder / QKNORM)["params"] == score(folder / TRANSFORMER)["params"] + 3
+
+
+def test_scores_are_those_of_the_translations_it_keeps(
+    both: tuple[Path, subprocess.CompletedProcess[str]], prepared: Path
+) -> None:
+    folder = both[0] / QKNORM
+    found = score(folder)
+    references = (prepared / "test.yy").read_text("utf-8").splitlines()
+    expected = score_files(folder / "hyp.detok.txt", prepared / "test.yy", lang="yy")
+    for key in ("bleu", "chrf", "ter", "bleu_tok", "signatures"):
+        assert found[key] == getattr(expected, key), key
+    assert set(found["signatures"]) == {"bleu", "chrf", "ter", "bleu_tok"}
+    tokens = (folder / "hyp.tok.txt").read_text("utf-8").splitlines()
+    assert len(tokens) == len(references)
+    tokenized = BLEU(tokenize="none", force=True)
+    expected_tok = tokenized.corpus_score(tokens, [tokenize(references, "yy")])
+    assert found["bleu_tok"] == pytest.approx(expected_tok.score)
+    assert found["chrf"] > 0
+
+
+def test_the_speed_is_that_of_the_log(
+    both: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    """Target tokens over seconds of training, validation and start not counted."""
+    folder = both[0] / QKNORM
+    tokens, updates = 0.0, 0.0
+    for record in records(folder):
+        if record["kind"] == "train":  # at the end of each epoch; wpb: tokens in an update
+            tokens += record["wpb"] * (record["num_updates"] - updates)
+            updates = record["num_updates"]
+    found = score(folder)
+    assert 0 < found["train_seconds"] <= records(folder)[-1]["wall"] + 1
+    assert updates == 12
+    # The seconds are rounded to tenths.
+    low, high = (tokens / (found["train_seconds"] + error) for error in (0.06, -0.06))
+    assert low * 0.99 < found["tokens_per_second"] < high * 1.01
+
+
+def test_the_log_has_numbers(both: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    found = records(both[0] / QKNORM)
+    assert {record["kind"] for record in found} == {"train", "train_inner", "valid"}
+    losses = [record["loss"] for record in found if record["kind"] == "valid"]
+    assert all(isinstance(loss, float) for loss in losses)
+    assert losses[-1] < losses[0]
+    steps = [record["num_updates"] for record in found if record["kind"] == "train"]
+    assert steps == sorted(set(steps))
+
+
+def test_a_run_keeps_its_configuration_and_environment(
+    both: tuple[Path, subprocess.CompletedProcess[str]], prepared: Path
+) -> None:
+    folder, _ = both
+    config = OmegaConf.load(folder / TRANSFORMER / "config.yaml")
+    assert config.model._name == "transformer"
+    assert config.model.encoder_embed_dim == 32
+    assert config.optimization.max_update == 12
+    assert config.checkpoint.save_dir == str(TRANSFORMER)  # resolved
+    environment = json.loads((folder / TRANSFORMER / "environment.json").read_text("utf-8"))
+    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert environment["command"].startswith("python -m qknorm_fairseq.experiment demo ")
+    assert environment["command"].endswith("model=transformer optimization.max_update=12")
+
+
+def test_one_table_shows_both(both: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, done = both
+    for name, run_folder in (
+        ("transformer_qknorm_tiny", QKNORM),
+        ("transformer", TRANSFORMER),
+    ):
+        found = score(folder / run_folder)
+        row = next(line.split() for line in done.stdout.splitlines() if line.split()[:1] == [name])
+        assert row[1:5] == [
+            "1",
+            f"{found['bleu']:.1f}",
+            f"{found['chrf']:.1f}",
+            f"{found['params']:,}",
+        ]
+        assert str(run_folder) in done.stdout
+        assert found["signatures"]["bleu"] in done.stdout
+
+
+# ---------------------------------------------------------------------------------------------
+# Called again
+# ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_done_is_not_done_again(
+    experiment: Experiment, both: tuple[Path, subprocess.CompletedProcess[str]]
+) -> None:
+    folder, first = both
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("runs/**/*.*t*")}
+    assert folder / QKNORM / "checkpoint_last.pt" in before
+    started = time.monotonic()
+    models = "model=transformer_qknorm_tiny,transformer"
+    again = experiment(folder, models, "optimization.max_update=12")
+    assert again.returncode == 0, again.stderr
+    assert time.monotonic() - started < 10  # a training takes longer to start
+    assert again.stdout == first.stdout
+    assert again.stderr.count("done before") == 2
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("runs/**/*.*t*")} == before
+
+
+def test_a_folder_is_not_used_for_another_configuration(
+    experiment: Experiment, both: tuple[Path, subprocess.CompletedProcess[str]]
+) -> None:
+    folder, _ = both
+    before = (folder / QKNORM / "config.yaml").read_text("utf-8")
+    done = experiment(folder, "optimization.max_update=13")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert f"{QKNORM}: holds a run with another configuration" in done.stderr
+    assert (folder / QKNORM / "config.yaml").read_text("utf-8") == before
+
+
+@pytest.fixture
+def copied(both: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> Path:
+    """The comparison's folder, for a test to change."""
+    shutil.copytree(both[0], tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_a_folder_is_not_used_for_other_data(
+    experiment: Experiment, prepared: Path, copied: Path
+) -> None:
+    """The data was prepared anew under the same name: the vocabulary may be another."""
+    description = copied / QKNORM / "qknorm.json"
+    before = json.loads(description.read_text("utf-8"))
+    description.write_text(json.dumps(before | {"vocab_size": 99}), encoding="utf-8")
+    done = experiment(copied, "optimization.max_update=12")
+    assert done.returncode == 1
+    assert f"{QKNORM}: was trained on other data than {prepared} holds now" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------
+# Interrupted
+# ---------------------------------------------------------------------------------------------
+
+LONG = ("checkpoint.save_dir=long", "optimization.max_update=45")
+
+
+class Running:
+    """The runner in the background, in a process group of its own."""
+
+    def __init__(self, data: Path, cwd: Path, *settings: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *command(data, *settings)],
+            cwd=cwd,
+            env=clean_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # Where the tests run in the background, SIGINT may be ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def wait_for(self, file: Path, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while not file.exists():
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline, f"no {file}"
+            time.sleep(0.02)
+
+    def members(self) -> list[int]:
+        """Living processes of the group: the runner, its training, and what that started."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+            except OSError:  # it has just ended
+                continue
+            if int(group) == self.process.pid and state != "Z":
+                found.append(int(stat.parent.name))
+        return found
+
+    def assert_all_ended(self, seconds: float = 20) -> None:
+        deadline = time.monotonic() + seconds
+        while self.members():
+            if time.monotonic() > deadline:
+                left = self.members()
+                os.killpg(self.process.pid, signal.SIGKILL)
+                pytest.fail(f"still running: {left}")
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_no_training_outlives_a_stopped_runner(
+    prepared: Path, tmp_path: Path, stop: signal.Signals
+) -> None:
+    running = Running(prepared, tmp_path, *LONG)
+    running.wait_for(tmp_path / "long" / "train.log")  # fairseq-hydra-train is at work
+    assert len(running.members()) >= 2
+    running.process.send_signal(stop)
+    assert running.process.wait(20) != 0
+    running.assert_all_ended()
+    assert not (tmp_path / "long" / "score.json").exists()
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(
+    experiment: Experiment, prepared: Path, tmp_path: Path
+) -> None:
+    """SIGKILL in the middle of training; the same command ends at exactly the last update."""
+    running = Running(prepared, tmp_path, *LONG)
+    running.wait_for(tmp_path / "long" / "checkpoint_last.pt")
+    running.process.kill()
+    running.process.wait()
+    running.assert_all_ended()
+    before = [record["num_updates"] for record in records(tmp_path / "long")[:-1]]
+    assert before[-1] < 45
+
+    done = experiment(tmp_path, *LONG)
+    assert done.returncode == 0, done.stderr
+    begun = int(done.stderr.partition("going on from update ")[2].split()[0])
+    assert 0 < begun < 45
+    found = score(tmp_path / "long")
+    assert found["updates"] == 45
+    after = [record["num_updates"] for record in records(tmp_path / "long")]
+    assert after[: len(before)] == before  # the log goes on too
+    assert min(after[len(before) + 1 :]) > begun
+    assert after[-1] == 45
+
+
+def test_a_checkpoint_cut_short_is_mended_from_the_best(
+    experiment: Experiment, copied: Path
+) -> None:
+    """fairseq copies checkpoint_best.pt over checkpoint_last.pt; it can be killed meanwhile."""
+    last = copied / QKNORM / "checkpoint_last.pt"
+    whole = last.read_bytes()
+    last.write_bytes(whole[: len(whole) // 2])
+    (copied / QKNORM / "score.json").unlink()
+    done = experiment(copied, "optimization.max_update=12")
+    assert done.returncode == 0, done.stderr
+    assert score(copied / QKNORM)["updates"] == 12
+    assert last.read_bytes() == (copied / QKNORM / "checkpoint_best.pt").read_bytes()
+
+
+def test_two_at_once_on_one_folder(experiment: Experiment, prepared: Path, tmp_path: Path) -> None:
+    first = Running(prepared, tmp_path, *LONG)
+    first.wait_for(tmp_path / "long" / "config.yaml")
+    second = experiment(tmp_path, *LONG)
+    assert first.process.poll() is None  # it was at work all the time
+    assert second.returncode == 1
+    assert "long: another process is at work on this run" in second.stderr
+    first.process.terminate()
+    first.process.wait(20)
+    first.assert_all_ended()
+
+
+# ---------------------------------------------------------------------------------------------
+# What can be wrong
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("task.sauce_lang=xx", "configs/demo.yaml: Could not override 'task.sauce_lang'"),
+        ("model=transfromer", "configs/demo.yaml: In 'demo': Could not find 'model/transfromer'"),
+        ("corpus=ted", "configs/demo.yaml: In 'demo': Could not find 'corpus/ted'"),
+        ("common.seed=${nowhere}", "configs/demo.yaml: Interpolation key 'nowhere' not found"),
+        ("common.seed", "'common.seed' is not a setting: write key=value"),
+    ],
+)
+def test_a_wrong_setting_is_named_before_anything_is_done(
+    experiment: Experiment, tmp_path: Path, setting: str, named: str
+) -> None:
+    done = experiment(tmp_path, setting)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert named in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unprepared_data_is_named(experiment: Experiment, tmp_path: Path) -> None:
+    done = experiment(tmp_path, f"task.data={tmp_path / 'nothing'}")
+    assert done.returncode == 1
+    assert f"{tmp_path / 'nothing'}: not prepared yet; see `qknorm prepare --help`" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_failing_run_does_not_lose_the_other(experiment: Experiment, tmp_path: Path) -> None:
+    """The first of two runs has a value that fairseq refuses. The message names it; the second
+    run is done and shown all the same, even in the folder that the first one began."""
+    done = experiment(
+        tmp_path,
+        *("++model.dropout=lots,0.2", "++model.qknorm_g0=3", "optimization.max_update=1"),
+        "checkpoint.save_dir=one",
+    )
+    assert done.returncode == 1
+    failure, *_, last = done.stderr.splitlines()
+    assert "training failed: " in failure
+    assert "Value 'lots' of type 'str' could not be converted to Float full_key: dropout" in failure
+    assert str(Path("one") / "train.log") in failure
+    assert last == "qknorm: 1 of 2 runs failed; the same command retries them"
+    assert score(tmp_path / "one")["updates"] == 1
+    assert done.stdout.splitlines()[-1].split() == ["one"]
+    weights = torch.load(tmp_path / "one" / "checkpoint_last.pt", weights_only=True)["model"]
+    assert weights["encoder.layers.0.self_attn.g"].item() == pytest.approx(3, abs=0.01)
