@@ -176,10 +176,10 @@ def test_loss_goes_down_in_training(tmp_path: Path) -> None:
     sample = tiny.batch(task)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     losses = []
-    for _ in range(60):
+    for _ in range(30):
         optimizer.zero_grad()
         loss, size, _ = criterion(model, sample)
         (loss / size).backward()
         optimizer.step()
         losses.append(loss.item() / size)
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.7 * losses[0]

@@ -464,17 +464,22 @@ def build_wide(data: Path, *arguments: str, arch: str = "transformer_qknorm") ->
     return tiny.build(data, *width, *arguments, arch=arch)
 
 
+def test_all_model_options_can_be_off_and_on(data: Path) -> None:
+    on = [part for arguments, _ in OPTIONS.values() for part in arguments]
+    off = [part for _, arguments in OPTIONS.values() for part in arguments]
+    assert effects(build_wide(data, *off)) == set()
+    assert effects(build_wide(data, *on)) == set(OPTIONS)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_model_option_can_be_switched_on_by_itself(data: Path, name: str) -> None:
     off = [part for _, arguments in OPTIONS.values() for part in arguments]
-    assert effects(build_wide(data, *off)) == set()
     assert effects(build_wide(data, *off, *OPTIONS[name][0])) == {name}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_model_option_can_be_switched_off_by_itself(data: Path, name: str) -> None:
     on = [part for arguments, _ in OPTIONS.values() for part in arguments]
-    assert effects(build_wide(data, *on)) == set(OPTIONS)
     assert effects(build_wide(data, *on, *OPTIONS[name][1])) == set(OPTIONS) - {name}
 
 
