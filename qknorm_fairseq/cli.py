@@ -31,6 +31,17 @@ app.add_typer(fetch_app, name="fetch")
 DataDir = Annotated[
     Path, typer.Option("--data-dir", envvar="QKNORM_DATA", help="Folder of corpora and downloads.")
 ]
+Local = Annotated[
+    Path | None,
+    typer.Option("--from", help="Take the published files from this folder, without network."),
+]
+Mirror = Annotated[
+    str | None, typer.Option("--mirror", help="Download from this address instead of the usual.")
+]
+RegistryFile = Annotated[
+    Path | None,
+    typer.Option("--registry", help="Another file like data/corpora.yaml (for your own copies)."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -75,6 +86,47 @@ def fetch_catalogues(
     say(f"Ready: {folder}; next: qknorm prepare --corpus catalogues --pair {pair}")
 
 
+@fetch_app.command("ted")
+def fetch_ted(
+    pair: Annotated[str, typer.Option(help="ar-en, en-he, gl-en or sk-en.")],
+    local: Local = None,
+    mirror: Mirror = None,
+    registry: RegistryFile = None,
+    data_dir: DataDir = Path("data"),
+) -> None:
+    """TED talks (Qi et al. 2018): 352 MB, downloaded once for all pairs."""
+    from qknorm_fairseq import ted
+    from qknorm_fairseq.corpora import load_registry
+
+    check_origin(local, mirror)
+    known = load_registry(registry)
+    folder = ted.fetch(pair, data_dir, local=local, mirror=mirror, registry=known)
+    say(f"Ready: {folder}; next: qknorm prepare --corpus ted --pair {pair}")
+
+
+@fetch_app.command("iwslt15")
+def fetch_iwslt15(
+    pair: Annotated[str, typer.Option(help="There is one pair.")] = "en-vi",
+    local: Local = None,
+    mirror: Mirror = None,
+    registry: RegistryFile = None,
+    data_dir: DataDir = Path("data"),
+) -> None:
+    """TED talks of IWSLT'15, English and Vietnamese: 32 MB."""
+    from qknorm_fairseq import iwslt15
+    from qknorm_fairseq.corpora import load_registry
+
+    check_origin(local, mirror)
+    known = load_registry(registry)
+    folder = iwslt15.fetch(pair, data_dir, local=local, mirror=mirror, registry=known)
+    say(f"Ready: {folder}; next: qknorm prepare --corpus iwslt15 --pair {pair}")
+
+
+def check_origin(local: Path | None, mirror: str | None) -> None:
+    if local is not None and mirror is not None:
+        raise typer.BadParameter("give either --from or --mirror")
+
+
 @app.command()
 def prepare(
     corpus: Annotated[
@@ -105,6 +157,9 @@ def prepare(
     skip_empty: Annotated[
         bool, typer.Option("--skip-empty", help="Leave out pairs with an empty side.")
     ] = False,
+    tokenized: Annotated[
+        bool, typer.Option("--tokenized", help="Your files hold Moses tokens, not raw text.")
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a folder made from something else.")
     ] = False,
@@ -118,19 +173,24 @@ def prepare(
     """
     from dataclasses import asdict
 
+    from qknorm_fairseq import corpus_folder
     from qknorm_fairseq.prepared_data import SPLITS
     from qknorm_fairseq.prepared_data import prepare as make
+    from qknorm_fairseq.tokenization import MOSES, NONE
 
     own = {"train": train, "valid": valid, "test": test}
     if corpus is not None:
         if any(own.values()):
             raise typer.BadParameter("give either --corpus or your own --train and --valid files")
+        if tokenized:
+            raise typer.BadParameter("--tokenized is for your own files: a corpus says it itself")
         source_lang, target_lang = split_pair(pair)
         folder = data_dir / "corpora" / corpus / f"{source_lang}-{target_lang}"
         if not folder.is_dir():
             raise QKNormError(
                 f"{folder}: not there yet; first: qknorm fetch {corpus} --pair {pair}"
             )
+        tokenization = corpus_folder.tokenization(folder)
         files = {
             split: (folder / f"{split}.{source_lang}", folder / f"{split}.{target_lang}")
             for split in SPLITS
@@ -142,6 +202,7 @@ def prepare(
             source_lang, target_lang = split_pair(pair)
         source_lang = source_lang or train[0].suffix.removeprefix(".")
         target_lang = target_lang or train[1].suffix.removeprefix(".")
+        tokenization = MOSES if tokenized else NONE
         files = {split: both for split, both in own.items() if both is not None}
     name = corpus or "own"
     description = make(
@@ -152,6 +213,7 @@ def prepare(
         vocab_size=vocab_size,
         limit=limit,
         corpus=name,
+        tokenization=tokenization,
         skip_empty=skip_empty,
         force=force,
         say=say,
@@ -181,12 +243,19 @@ def translate(
         typer.Option(help="Prepared folder (default: beside the checkpoint, or where it trained)."),
     ] = None,
     beam: Annotated[int, typer.Option(min=1, help="Beam size.")] = 4,
-    lenpen: Annotated[float, typer.Option(help="Length penalty; more favours longer.")] = 1.0,
+    lenpen: Annotated[
+        float | None,
+        typer.Option(help="Length penalty; more favours longer (default: the task's)."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sentences at a time.")] = 64,
     buffer_size: Annotated[
         int, typer.Option(min=1, help="Lines to read before translating (1 at a terminal).")
     ] = 1024,
     cpu: Annotated[bool, typer.Option("--cpu", help="Don't use a GPU.")] = False,
+    tokenized: Annotated[
+        bool,
+        typer.Option("--tokenized", help="Moses tokens in and out, of a model trained on such."),
+    ] = False,
 ) -> None:
     """Translate raw text to raw text: as many lines out as in, in the same order."""
     from qknorm_fairseq.text import decode_line
@@ -199,7 +268,13 @@ def translate(
     from qknorm_fairseq.translator import Translator
 
     translator = Translator(
-        checkpoint, data=data, beam=beam, lenpen=lenpen, max_sentences=batch_size, cpu=cpu
+        checkpoint,
+        data=data,
+        beam=beam,
+        lenpen=lenpen,
+        max_sentences=batch_size,
+        cpu=cpu,
+        tokenized=tokenized,
     )
     if isinstance(sys.stdout, io.TextIOWrapper):  # UTF-8 out as in, whatever the locale says
         sys.stdout.reconfigure(encoding="utf-8")

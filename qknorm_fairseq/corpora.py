@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import yaml
 
 from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.tokenization import NONE, TOKENIZATIONS
 
 SPLITS = ("train", "valid", "test")
+HEXADECIMAL = (r"[0-9a-f]{64}", "64 lower-case hexadecimal digits")
 
 T = TypeVar("T")
 
@@ -46,12 +48,27 @@ class Package:
 
 
 @dataclass(frozen=True)
+class PublishedFile:
+    """A file at an address, and how much of it is taken at most."""
+
+    name: str
+    sha256: str | None  # None: whatever it is at the first download
+    max_bytes: int
+    members: Mapping[str, int]  # an archive's files, and the most bytes of each
+
+
+@dataclass(frozen=True)
 class Corpus:
+    """A corpus is made from `packages`, or from `files` at one of the `addresses`."""
+
     name: str
     about: str
     licence: str
-    packages: tuple[Package, ...]
     pairs: Mapping[str, Counts]  # "gl-en", source first: what must come out
+    tokenization: str = NONE
+    packages: tuple[Package, ...] = ()
+    addresses: tuple[str, ...] = ()  # the first one that answers is taken
+    files: tuple[PublishedFile, ...] = ()
 
     def counts(self, pair: str) -> Counts:
         """The pair's expected counts.
@@ -104,12 +121,49 @@ def load_registry(path: Path | None = None) -> Registry:
 
 def _corpus(name: str, entry: _Entry) -> Corpus:
     pairs = entry.entry("pairs")
+    made_from = {"packages", "files"} & set(entry.names())
+    if len(made_from) != 1:
+        raise QKNormError(f"{entry.where}: give either packages, or addresses and files")
+    published = "files" in made_from
     return Corpus(
         name=name,
         about=entry.value("about", str),
         licence=entry.value("licence", str),
-        packages=tuple(_package(package) for package in entry.entries("packages")),
         pairs={pair: _counts(pair, pairs) for pair in pairs.names()},
+        tokenization=_tokenization(entry),
+        packages=() if published else tuple(map(_package, entry.entries("packages"))),
+        addresses=_addresses(entry) if published else (),
+        files=tuple(map(_file, entry.entries("files"))) if published else (),
+    )
+
+
+def _tokenization(entry: _Entry) -> str:
+    if not entry.has("tokenization"):
+        return NONE
+    return entry.text("tokenization", "|".join(TOKENIZATIONS), " or ".join(TOKENIZATIONS))
+
+
+def _addresses(entry: _Entry) -> tuple[str, ...]:
+    addresses = tuple(entry.value("addresses", list))
+    if not addresses:
+        raise QKNormError(f"{entry.where}: addresses has none")
+    for address in addresses:
+        if not re.fullmatch(r"https?://[^/\s]+/(\S*/)?", str(address)):
+            problem = f"{address!r} in addresses is no http(s):// address with a / at its end"
+            raise QKNormError(f"{entry.where}: {problem}")
+    return addresses
+
+
+def _file(entry: _Entry) -> PublishedFile:
+    # The name goes into a path and an address.
+    name = entry.text("name", r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", "a file name")
+    pinned = entry.content.get("sha256", "missing") is not None
+    members = entry.entry("members") if entry.has("members") else None
+    return PublishedFile(
+        name=name,
+        sha256=entry.text("sha256", *HEXADECIMAL) if pinned else None,
+        max_bytes=entry.value("max_bytes", int),
+        members={each: members.value(each, int) for each in members.names()} if members else {},
     )
 
 
@@ -119,7 +173,7 @@ def _package(entry: _Entry) -> Package:
         name=entry.text("name", r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", "a package name"),
         version=entry.text("version", r"[A-Za-z0-9.!+]+", "a quoted version"),
         wheel=entry.text("wheel", r"[A-Za-z0-9_][A-Za-z0-9_.!+-]*\.whl", "a wheel's file name"),
-        sha256=entry.text("sha256", r"[0-9a-f]{64}", "64 lower-case hexadecimal digits"),
+        sha256=entry.text("sha256", *HEXADECIMAL),
         size=entry.value("bytes", int),
         licence=entry.value("licence", str),
         accelerators=entry.has("accelerators") and entry.value("accelerators", bool),

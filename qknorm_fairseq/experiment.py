@@ -43,6 +43,7 @@ from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 COMMAND = "python -m qknorm_fairseq.experiment"
 BEST, LAST = "checkpoint_best.pt", "checkpoint_last.pt"
+DONE = "training.done"
 LOG_LINE = re.compile(r"\[(train_inner|train|valid)\]\[INFO\] - (\{.*\})$")
 
 
@@ -164,7 +165,7 @@ def _claim(run: Run) -> None:
                 f"{run.folder}: was trained on other data than {run.data} holds now; move it away"
             )
         return
-    for name in ("train.log", "train.jsonl"):
+    for name in ("train.log", "train.jsonl", DONE):
         (run.folder / name).unlink(missing_ok=True)
     # The run's folder is enough to translate with, wherever it is taken.
     for name in (SUBWORDS, *(f"dict.{side}.txt" for side in run.pair.split("-")), DESCRIPTION):
@@ -217,10 +218,14 @@ def _processor() -> str:
 
 
 def _train(run: Run, config_dir: Path) -> None:
-    """Run fairseq-hydra-train to the configured number of updates, showing how far it is."""
-    max_update = int(run.config.optimization.max_update)
+    """Run fairseq-hydra-train to its end, showing how far it is.
+
+    The end is the configured number of updates, or what else stops fairseq: epochs, or a learning
+    rate that got too small.
+    """
+    max_update = int(OmegaConf.select(run.config, "optimization.max_update") or 0)
     begun = _updates_done(run.folder)
-    if begun >= max_update:  # fairseq would do one more update
+    if (run.folder / DONE).is_file() or 0 < max_update <= begun:  # it would do one more update
         return
     if begun:
         console.print(f"{run.name}: going on from update {begun}")
@@ -261,6 +266,7 @@ def _train(run: Run, config_dir: Path) -> None:
     if code:
         reason = _last_error(log_file.read_text("utf-8"))
         raise QKNormError(f"training failed: {reason} (exit status {code}; see {log_file})")
+    write_text(run.folder / DONE, "")
 
 
 def _end_with_parent() -> Callable[[], object]:
@@ -292,22 +298,27 @@ def _numbers(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _bar(title: str, total: int, begun: int) -> Iterator[Any]:
-    """A progress bar at a terminal, a line now and then in a file."""
+    """A progress bar at a terminal, a line now and then in a file. `total` 0: nobody knows."""
     latest = {"loss": "", "dev": ""}
     last_line = time.monotonic()
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}{task.fields[state]}"),
+        TextColumn("{task.completed:.0f}{task.fields[of]}{task.fields[state]}"),
         TimeElapsedColumn(),
         console=console,
         disable=not console.is_terminal,
     ) as progress:
-        task = progress.add_task(title, total=total, completed=begun, state=" starting")
+        of = f"/{total}" if total else " updates"
+        task = progress.add_task(
+            title, total=total or None, completed=begun, of=of, state=" starting"
+        )
 
         def show(record: Mapping[str, Any]) -> None:
             nonlocal last_line
-            if record["kind"] == "valid":
+            if record["kind"] == "valid" and "bleu" in record:
+                latest["dev"] = f", dev BLEU {record['bleu']:.1f}"
+            elif record["kind"] == "valid":
                 latest["dev"] = f", dev perplexity {record['ppl']:.1f}"
             elif record["kind"] == "train_inner":
                 latest["loss"] = f", perplexity {record['ppl']:.1f}"
@@ -316,7 +327,8 @@ def _bar(title: str, total: int, begun: int) -> Iterator[Any]:
             progress.update(task, completed=done, state=state)
             if not console.is_terminal and time.monotonic() - last_line > 20:
                 last_line = time.monotonic()
-                console.print(f"{title}: update {done:.0f} of {total}{state}")
+                of = f" of {total}" if total else ""
+                console.print(f"{title}: update {done:.0f}{of}{state}")
 
         yield show
 
@@ -354,24 +366,34 @@ def _progress_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def _translate_and_score(run: Run) -> None:
-    from qknorm_fairseq import scores
+    from qknorm_fairseq.scores import score
     from qknorm_fairseq.text import read_lines
+    from qknorm_fairseq.tokenization import detokenize, tokenize
     from qknorm_fairseq.translator import Translator
 
     description = Description.load(run.data)
     target = description.target_lang
     source = read_lines(run.data / f"test.{description.source_lang}")
     references = read_lines(run.data / f"test.{target}")
-    translator = Translator(run.folder / BEST, data=run.folder, cpu=bool(run.config.common.cpu))
+    translator = Translator(
+        run.folder / BEST,
+        data=run.folder,
+        cpu=bool(OmegaConf.select(run.config, "common.cpu")),
+        tokenized=description.tokenized,
+    )
     hypotheses: list[str] = []
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task(f"{run.name}: translating", total=len(source))
         for hypothesis in translator.translate_in_chunks(source, 128):
             hypotheses.append(hypothesis)
             progress.update(task, completed=len(hypotheses))
-    write_lines(run.folder / "hyp.detok.txt", hypotheses)
-    write_lines(run.folder / "hyp.tok.txt", scores.tokenize(hypotheses, target))
-    result = scores.score(hypotheses, references, lang=target, tokenized=False)
+    # A model of tokens is scored by its own tokens, as in the papers on such a corpus.
+    own_tokens = description.tokenized
+    tokens = hypotheses if own_tokens else tokenize(hypotheses, target)
+    texts = detokenize(hypotheses, target) if own_tokens else hypotheses
+    write_lines(run.folder / "hyp.tok.txt", tokens)
+    write_lines(run.folder / "hyp.detok.txt", texts)
+    result = score(hypotheses, references, lang=target, tokenized=own_tokens)
     trained = _progress_of(run.folder / LAST)
     write_json(
         run.folder / "score.json",

@@ -26,6 +26,7 @@ from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.files import new_directory, sha256, write_json, write_lines
 from qknorm_fairseq.subwords import Subwords, train_subwords
 from qknorm_fairseq.text import read_lines
+from qknorm_fairseq.tokenization import MOSES, NONE, TOKENIZATIONS, unescape
 
 DESCRIPTION = "qknorm.json"
 SUBWORDS = "sentencepiece.model"
@@ -47,6 +48,11 @@ class Description:
     sentences: dict[str, int]
     corpus: str
     made_from: dict[str, object]
+    tokenization: str = NONE  # what the text is: see the module of that name
+
+    @property
+    def tokenized(self) -> bool:
+        return self.tokenization == MOSES
 
     @classmethod
     def load(cls, folder: Path) -> Description:
@@ -56,11 +62,14 @@ class Description:
         """
         file = folder / DESCRIPTION
         try:
-            return cls(**json.loads(file.read_text(encoding="utf-8")))
+            description = cls(**json.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise QKNormError(f"{file}: no such file; `qknorm prepare` makes it") from None
         except (ValueError, TypeError):
-            raise QKNormError(f"{file}: not written by this version of qknorm prepare") from None
+            description = None
+        if description is None or description.tokenization not in TOKENIZATIONS:
+            raise QKNormError(f"{file}: not written by this version of qknorm prepare")
+        return description
 
 
 def prepare(
@@ -72,6 +81,7 @@ def prepare(
     vocab_size: int = 8000,
     limit: int | None = None,
     corpus: str = "own",
+    tokenization: str = NONE,
     skip_empty: bool = False,
     force: bool = False,
     say: Say = print,
@@ -82,6 +92,8 @@ def prepare(
         files: for each of "train", "valid" and, if there is one, "test": source, target.
         vocab_size: the most joint subwords to learn.
         limit: use only the first so many training pairs.
+        tokenization: what the files hold: text ("none"), or Moses tokens ("moses"), which are
+            unescaped if need be.
         skip_empty: leave out pairs with an empty side instead of refusing them.
         force: replace a folder that was made from something else.
         say: receives one line for each step.
@@ -93,6 +105,8 @@ def prepare(
     _check_languages(source_lang, target_lang)
     started = time.monotonic()
     pairs = {split: _read_pair(split, files[split], skip_empty, say) for split in files}
+    if tokenization == MOSES:
+        pairs = {split: (unescape(left), unescape(right)) for split, (left, right) in pairs.items()}
     made_from: dict[str, object] = {
         "sha256": {split: [sha256(side) for side in files[split]] for split in files},
         "vocab_size": vocab_size,
@@ -104,7 +118,7 @@ def prepare(
             raise QKNormError(
                 f"{out}: already there, and not made by `qknorm prepare`; choose another --out"
             )
-        if _is_made_from(out, made_from, source_lang, target_lang):
+        if _is_made_from(out, made_from, source_lang, target_lang, tokenization):
             say(f"{out}: already prepared from these files")
             return Description.load(out)
         if not force:
@@ -137,6 +151,7 @@ def prepare(
             sentences={split: len(source) for split, (source, _) in pairs.items()},
             corpus=corpus,
             made_from=made_from,
+            tokenization=tokenization,
         )
         write_json(folder / DESCRIPTION, asdict(description))
     counts = ", ".join(f"{count:,} {split}" for split, count in description.sentences.items())
@@ -201,14 +216,18 @@ def _mention_overlap(pairs: Mapping[str, Pair], say: Say) -> None:
 
 
 def _is_made_from(
-    out: Path, made_from: dict[str, object], source_lang: str, target_lang: str
+    out: Path,
+    made_from: dict[str, object],
+    source_lang: str,
+    target_lang: str,
+    tokenization: str,
 ) -> bool:
     try:
         found = Description.load(out)
     except QKNormError:
         return False
     same = (found.source_lang, found.target_lang) == (source_lang, target_lang)
-    return same and found.made_from == made_from
+    return same and (found.made_from, found.tokenization) == (made_from, tokenization)
 
 
 def _binarize(

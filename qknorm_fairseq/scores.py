@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from sacrebleu.metrics import BLEU, CHRF, TER
-from sacremoses import MosesDetokenizer, MosesTokenizer
 
 from qknorm_fairseq.errors import QKNormError
-from qknorm_fairseq.text import one_spaced, read_lines
+from qknorm_fairseq.text import read_lines
+from qknorm_fairseq.tokenization import detokenize, tokenize, unescape
 
 # sacreBLEU's own tokenizers for languages that write no spaces (those without a dependency).
 BLEU_TOKENIZERS = {"zh": "zh", "ja": "char", "ko": "char", "th": "char", "my": "char", "km": "char"}
@@ -42,7 +40,8 @@ def score(
 
     Args:
         lang: the target language, for Moses' rules and for BLEU where no spaces are written.
-        tokenized: the lines are Moses tokens (as in IWSLT'15 and TED); otherwise they are text.
+        tokenized: the lines are Moses tokens (as in IWSLT'15 and TED), escaped or not; otherwise
+            they are text.
 
     Raises:
         QKNormError: the numbers of lines differ, or there are none.
@@ -57,6 +56,7 @@ def score(
     tokens: tuple[Sequence[str], Sequence[str]]
     texts: tuple[Sequence[str], Sequence[str]]
     if tokenized:
+        hypotheses, references = unescape(hypotheses), unescape(references)
         tokens = hypotheses, references
         texts = detokenize(hypotheses, lang), detokenize(references, lang)
     else:
@@ -91,20 +91,3 @@ def score_files(hyp: Path, ref: Path, *, lang: str = "en", tokenized: bool = Fal
             "each hypothesis needs its reference on the same line"
         )
     return score(hypotheses, references, lang=lang, tokenized=tokenized)
-
-
-def tokenize(lines: Sequence[str], lang: str) -> list[str]:
-    """Text to Moses tokens, joined by spaces, nothing escaped."""
-    moses = _moses(MosesTokenizer, lang)
-    return [moses.tokenize(line, return_str=True, escape=False) for line in lines]
-
-
-def detokenize(lines: Sequence[str], lang: str) -> list[str]:
-    """Moses tokens to text."""
-    moses = _moses(MosesDetokenizer, lang)
-    return [one_spaced(moses.detokenize(line.split())) for line in lines]
-
-
-@lru_cache
-def _moses(tool: type[Any], lang: str) -> Any:
-    return tool(lang=lang)

@@ -1,4 +1,4 @@
-"""Raw text to raw text by a trained checkpoint: `qknorm translate`."""
+"""Text to text, or tokens to tokens, by a trained checkpoint: `qknorm translate`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from qknorm_fairseq.checkpoints import load
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description
 from qknorm_fairseq.subwords import Subwords
+from qknorm_fairseq.tokenization import detokenize, tokenize, unescape
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +34,17 @@ class Translator:
     Args:
         data: the folder that `qknorm prepare` made, if it is in neither place.
         beam: hypotheses kept while searching.
-        lenpen: fairseq's length penalty: over 1 favours long translations.
+        lenpen: strength of the length penalty: more favours long translations. A model of the
+            task translation_qknorm has GNMT's, 0.6 unless it was trained with another; others
+            have fairseq's power of the length, 1.
         max_sentences, max_tokens: the most of one batch; tokens include padding.
         cpu: use the CPU even where there is a GPU.
+        tokenized: take and give Moses tokens as they are, with a model that was trained on such.
+            Otherwise they are made of the text for it, and text of its translations.
 
     Raises:
-        QKNormError: a file is missing, damaged, not a checkpoint, or does not fit the others.
+        QKNormError: a file is missing, damaged, not a checkpoint, or does not fit the others; or
+            tokens are wanted of a model that was trained on text.
     """
 
     def __init__(
@@ -47,16 +53,23 @@ class Translator:
         *,
         data: Path | None = None,
         beam: int = 4,
-        lenpen: float = 1.0,
+        lenpen: float | None = None,
         max_sentences: int = 64,
         max_tokens: int = 6000,
         cpu: bool = False,
+        tokenized: bool = False,
     ) -> None:
         qknorm_fairseq.register()
         self.max_sentences, self.max_tokens = max_sentences, max_tokens
         state = load(checkpoint)
         folder = _find_data(checkpoint, data, state)
         self.description = Description.load(folder)
+        self.tokenized = tokenized
+        if tokenized and not self.description.tokenized:
+            raise QKNormError(
+                f"{checkpoint}: trained on text, not on tokens (see {folder / DESCRIPTION}); "
+                "give it text, without --tokenized"
+            )
         self.subwords = Subwords(folder / SUBWORDS)
         # Where fairseq-train inferred the languages, the checkpoint doesn't tell them.
         overrides = {
@@ -78,10 +91,12 @@ class Translator:
         for model in models:
             model.to(self.device).eval().prepare_for_inference_(cfg)
         self.models = models
-        self.generator = self.task.build_generator(
-            models,
-            Namespace(beam=beam, lenpen=lenpen, max_len_a=1, max_len_b=EXTRA_LENGTH),
-        )
+        search: dict[str, float] = {"beam": beam, "max_len_a": 1, "max_len_b": EXTRA_LENGTH}
+        if lenpen is not None:
+            search["lenpen"] = lenpen
+            if "gnmt_lenpen" in self.task.cfg:
+                self.task.cfg.gnmt_lenpen = lenpen
+        self.generator = self.task.build_generator(models, Namespace(**search))
         limits = (model.max_positions() for model in models)
         self.longest = min(utils.resolve_max_positions(self.task.max_positions(), *limits))
 
@@ -99,8 +114,17 @@ class Translator:
                 chunk = []
         yield from self._translate(chunk)
 
-    @torch.inference_mode()
     def _translate(self, lines: Sequence[str]) -> list[str]:
+        """What the model reads and writes may be tokens where the caller has text."""
+        if self.tokenized:
+            return self._search(unescape(lines))
+        if not self.description.tokenized:
+            return self._search(lines)
+        tokens = tokenize(lines, self.description.source_lang)
+        return detokenize(self._search(tokens), self.description.target_lang)
+
+    @torch.inference_mode()
+    def _search(self, lines: Sequence[str]) -> list[str]:
         translations = [""] * len(lines)
         filled = [number for number, line in enumerate(lines) if line]
         if not filled:

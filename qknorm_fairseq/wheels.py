@@ -7,23 +7,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from qknorm_fairseq import files
 from qknorm_fairseq.corpora import Package
 from qknorm_fairseq.errors import QKNormError
-
-
-class Report(Protocol):
-    """Hears how many of a package's bytes have arrived."""
-
-    def __call__(self, package: Package, done: int) -> None: ...
+from qknorm_fairseq.progress import Report, downloading
 
 
 def download(packages: tuple[Package, ...], folder: Path, *, progress: bool) -> None:
@@ -39,9 +29,10 @@ def download(packages: tuple[Package, ...], folder: Path, *, progress: bool) -> 
     if not missing:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with _shown(missing, progress) as report:
+    sizes = {str(package): package.size for package in missing}
+    with downloading(sizes, progress) as report:
         for package in missing:
-            report(package, 0)
+            report(str(package), 0)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as work:
                 _pip_download(package, Path(work), report)
                 wheel = Path(work) / "wheel" / package.wheel
@@ -79,13 +70,13 @@ def _pip_download(package: Package, work: Path, report: Report) -> None:
                     complaint = pip.communicate(timeout=0.2)[1].decode(errors="replace")
                     break
                 except subprocess.TimeoutExpired:
-                    report(package, min(package.size, _bytes_below(work)))
+                    report(str(package), min(package.size, _bytes_below(work)))
         except BaseException:
             pip.kill()
             raise
     if pip.returncode != 0:
         raise QKNormError(_pip_problem(package, complaint))
-    report(package, package.size)
+    report(str(package), package.size)
 
 
 def _pip_problem(package: Package, complaint: str) -> str:
@@ -109,27 +100,3 @@ def _bytes_below(folder: Path) -> int:
             with suppress(OSError):  # pip may have moved it meanwhile
                 total += Path(root, name).stat().st_size
     return total
-
-
-@contextmanager
-def _shown(packages: list[Package], progress: bool) -> Iterator[Report]:
-    """A progress bar on a terminal's stderr, otherwise a line for each package, or nothing."""
-    console = Console(stderr=True, quiet=not progress)
-    if not (progress and console.is_terminal):
-
-        def line(package: Package, done: int) -> None:
-            if progress and done == 0:
-                print(f"downloading {package} ({package.size / 1e6:.1f} MB)", file=sys.stderr)
-
-        yield line
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    arrived: dict[str, int] = {}
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("", total=sum(package.size for package in packages))
-
-        def advance(package: Package, done: int) -> None:
-            arrived[package.name] = done
-            bar.update(task, description=str(package), completed=sum(arrived.values()))
-
-        yield advance

@@ -10,11 +10,12 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import pytest
+from publisher import Publisher, publishing
 
 # Several processes share few cores here: threads that wait by spinning would slow all of them.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -138,6 +139,14 @@ def train(run: Run, data: Path, save_dir: Path, *options: object, updates: int =
         *options,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
+    """A web server of files on this machine."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with publishing() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -942,7 +942,7 @@ def test_g_is_one_learnable_number_that_starts_at_g0() -> None:
 
 
 def test_g0_must_be_given() -> None:
-    with pytest.raises(TypeError, match="g0"):
+    with pytest.raises(ValueError, match="g0"):
         QKNormMultiheadAttention(E, H)
 
 

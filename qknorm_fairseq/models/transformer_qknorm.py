@@ -18,7 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from fairseq.dataclass import FairseqDataclass
+import torch
+from fairseq import utils
+from fairseq.data import data_utils
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import ARCH_MODEL_REGISTRY, register_model
@@ -28,6 +31,7 @@ from fairseq.models.transformer import (
     TransformerEncoderBase,
     TransformerModelBase,
 )
+from fairseq.modules import LayerNorm
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import (
     TransformerDecoderLayerBase,
@@ -37,7 +41,16 @@ from omegaconf import II, DictConfig, OmegaConf, open_dict
 from torch import Tensor, nn
 
 from qknorm_fairseq import checkpoints
-from qknorm_fairseq.modules.attention import QKNormMultiheadAttention, g0_from_length
+from qknorm_fairseq.modules.attention import (
+    G_PER,
+    NORMS,
+    QKNormMultiheadAttention,
+    g0_from_length,
+)
+from qknorm_fairseq.modules.embeddings import FixNormEmbedding, OutputProjection
+from qknorm_fairseq.modules.initialization import small_init
+from qknorm_fairseq.modules.scale_norm import ScaleNorm
+from qknorm_fairseq.modules.word_dropout import drop_words
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +75,59 @@ class QKNormOptions(FairseqDataclass):  # type: ignore[misc]
             "lengths in subwords (default: what `qknorm prepare` stored beside the data)"
         },
     )
+    qknorm_g0_from: ChoiceEnum(["length", "head_dim"]) = field(  # type: ignore[valid-type]
+        default="length",
+        metadata={"help": "start g from log2(L^2 - L) (the paper) or from sqrt(head_dim)"},
+    )
+    attention_norm: ChoiceEnum(NORMS) = field(  # type: ignore[valid-type]
+        default="l2",
+        metadata={
+            "help": "norm of queries and keys: l2 is QKNorm, none scaled dot-product attention"
+        },
+    )
+    g_per: ChoiceEnum(G_PER) = field(  # type: ignore[valid-type]
+        default="module",
+        metadata={"help": "one g for each attention module (the paper) or head, or a fixed one"},
+    )
+    attention_norm_groups: int = field(
+        default=1, metadata={"help": "normalize so many parts of each head by themselves (l2)"}
+    )
+    attention_norm_scale: bool = field(
+        default=False,
+        metadata={"help": "learn a scale for each head and dimension of the normalized q and k"},
+    )
+    residual_norm: ChoiceEnum(["layer", "scale"]) = field(  # type: ignore[valid-type]
+        default="layer",
+        metadata={"help": "norm of the residual blocks: LayerNorm, or the baseline's ScaleNorm"},
+    )
+    fixnorm: bool = field(
+        default=False,
+        metadata={"help": "divide each embedding by its length, at the input and the output"},
+    )
+    output_bias: bool = field(
+        default=False, metadata={"help": "learn a bias for each token of the output"}
+    )
+    small_init: bool = field(default=False, metadata={"help": "start with SmallInit's weights"})
+    word_dropout: float = field(
+        default=0.0,
+        metadata={"help": "probability of an input token to become <unk> in training, both sides"},
+    )
+    logit_mask: bool = field(
+        default=False,
+        metadata={
+            "help": "predict only tokens that the target side of the training text has; with "
+            "label smoothing this needs --criterion label_smoothed_cross_entropy_allowed"
+        },
+    )
 
 
-def _transformer_fields() -> list[tuple[str, Any, dataclasses.Field[Any]]]:
-    """The options of fairseq's `TransformerConfig`, with the nested ones written out.
+def _flat_fields() -> list[tuple[str, Any, dataclasses.Field[Any]]]:
+    """Our options and those of fairseq's `TransformerConfig`, with the nested ones written out.
 
     fairseq's argparse side knows flat options only: `encoder.layers` there is `encoder_layers`.
     """
     flat = []
-    for outer in dataclasses.fields(TransformerConfig):
+    for outer in (*dataclasses.fields(QKNormOptions), *dataclasses.fields(TransformerConfig)):
         if outer.name.startswith("_"):
             continue
         if outer.name not in ("encoder", "decoder", "quant_noise"):
@@ -85,43 +142,73 @@ def _transformer_fields() -> list[tuple[str, Any, dataclasses.Field[Any]]]:
     ]
 
 
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    # Henry et al. 2020, section 4: PreNorm, shared embeddings, dropout everywhere.
-    "transformer_qknorm": {
-        "encoder_normalize_before": True,
-        "decoder_normalize_before": True,
-        "share_all_embeddings": True,
-        "dropout": 0.3,
-        "attention_dropout": 0.3,
-        "activation_dropout": 0.3,
-        "decoder_input_dim": II("model.decoder_embed_dim"),
-        "decoder_output_dim": II("model.decoder_embed_dim"),
+# Henry et al. 2020, section 4; the values are those of the official repository.
+PAPER: dict[str, Any] = {
+    "encoder_normalize_before": True,
+    "decoder_normalize_before": True,
+    "share_all_embeddings": True,
+    "dropout": 0.3,
+    "attention_dropout": 0.3,
+    "activation_dropout": 0.3,
+    "decoder_input_dim": II("model.decoder_embed_dim"),
+    "decoder_output_dim": II("model.decoder_embed_dim"),
+    "fixnorm": True,
+    "output_bias": True,
+    "small_init": True,
+    "word_dropout": 0.1,
+    # The logit mask is the recipe's, not the architecture's: it needs a criterion that knows it.
+}
+# The baseline, Nguyen & Salazar 2019: the same with ScaleNorm and ordinary attention.
+SCALENORM = {"attention_norm": "none", "residual_norm": "scale"}
+
+
+def _sized(layers: int, heads: int, dim: int, ffn_dim: int) -> dict[str, Any]:
+    sizes = {
+        "layers": layers,
+        "attention_heads": heads,
+        "embed_dim": dim,
+        "ffn_embed_dim": ffn_dim,
     }
+    return {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in sizes.items()}
+
+
+DROPOUT_04 = {"dropout": 0.4, "attention_dropout": 0.4, "activation_dropout": 0.4}
+GL_EN = _sized(layers=4, heads=4, dim=512, ffn_dim=2048) | DROPOUT_04
+TINY = _sized(layers=2, heads=4, dim=256, ffn_dim=512)
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "transformer_qknorm": PAPER,
+    "transformer_qknorm_gl_en": PAPER | GL_EN,
+    "transformer_qknorm_tiny": PAPER | TINY,
+    "transformer_scalenorm": PAPER | SCALENORM,
+    "transformer_scalenorm_gl_en": PAPER | SCALENORM | GL_EN,
+    "transformer_scalenorm_tiny": PAPER | SCALENORM | TINY,
 }
-ARCHITECTURES["transformer_qknorm_tiny"] = {
-    **ARCHITECTURES["transformer_qknorm"],
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_embed_dim": 256,
-    "decoder_embed_dim": 256,
-    "encoder_ffn_embed_dim": 512,
-    "decoder_ffn_embed_dim": 512,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-}
+
+
+def _attention(
+    embed_dim: int, heads: int, layer: Any, cfg: Any, **kind: Any
+) -> QKNormMultiheadAttention:
+    return QKNormMultiheadAttention(
+        embed_dim,
+        heads,
+        dropout=cfg.attention_dropout,
+        q_noise=layer.quant_noise,
+        qn_block_size=layer.quant_noise_block_size,
+        g0=cfg.qknorm_g0,
+        norm=cfg.attention_norm,
+        g_per=cfg.g_per,
+        groups=cfg.attention_norm_groups,
+        elementwise_scale=cfg.attention_norm_scale,
+        **kind,
+    )
 
 
 class QKNormEncoderLayer(TransformerEncoderLayerBase):  # type: ignore[misc]
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
-        return QKNormMultiheadAttention(
-            embed_dim,
-            cfg.encoder.attention_heads,
-            dropout=cfg.attention_dropout,
-            self_attention=True,
-            q_noise=self.quant_noise,
-            qn_block_size=self.quant_noise_block_size,
-            xformers_att_config=cfg.encoder.xformers_att_config,
-            g0=cfg.qknorm_g0,
+        heads, xformers = cfg.encoder.attention_heads, cfg.encoder.xformers_att_config
+        return _attention(
+            embed_dim, heads, self, cfg, self_attention=True, xformers_att_config=xformers
         )
 
 
@@ -129,31 +216,27 @@ class QKNormDecoderLayer(TransformerDecoderLayerBase):  # type: ignore[misc]
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
     ) -> nn.Module:
-        return QKNormMultiheadAttention(
+        return _attention(
             embed_dim,
             cfg.decoder.attention_heads,
-            dropout=cfg.attention_dropout,
+            self,
+            cfg,
             add_bias_kv=add_bias_kv,
             add_zero_attn=add_zero_attn,
             self_attention=not cfg.cross_self_attention,
-            q_noise=self.quant_noise,
-            qn_block_size=self.quant_noise_block_size,
             xformers_att_config=cfg.decoder.xformers_att_config,
-            g0=cfg.qknorm_g0,
         )
 
     def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
-        return QKNormMultiheadAttention(
+        return _attention(
             embed_dim,
             cfg.decoder.attention_heads,
+            self,
+            cfg,
             kdim=cfg.encoder.embed_dim,
             vdim=cfg.encoder.embed_dim,
-            dropout=cfg.attention_dropout,
             encoder_decoder_attention=True,
-            q_noise=self.quant_noise,
-            qn_block_size=self.quant_noise_block_size,
             xformers_att_config=cfg.encoder.xformers_att_config,
-            g0=cfg.qknorm_g0,
         )
 
 
@@ -179,6 +262,8 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
     """The Transformer of Henry et al. 2020, for fairseq's translation task."""
 
     options: type[QKNormOptions]  # with the architecture's defaults
+    unk: int
+    pad: int
 
     @classmethod
     def add_args(cls, parser: argparse.ArgumentParser) -> None:
@@ -198,15 +283,57 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
         """Build the model from its options, flat as `ARCHITECTURES` names them.
 
         Raises:
-            ValueError: nothing tells where `g` starts, or L is under 2.
+            ValueError: options don't go together, nothing tells where `g` starts, or L is under 2.
         """
-        g0 = starting_g(cfg.qknorm_g0, cfg.qknorm_length, getattr(task.cfg, "data", None))
-        _record(cfg, qknorm_g0=g0)
-        logger.info(f"QKNorm: g starts from {g0:.4g}")
         flat: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
         nested = TransformerConfig.from_namespace(Namespace(**flat))
-        nested.qknorm_g0 = g0
-        return super().build_model(nested, task)  # type: ignore[no-any-return]
+        if nested.attention_norm == "l2":
+            if cfg.qknorm_g0 is None and nested.qknorm_g0_from == "head_dim":
+                nested.qknorm_g0 = (
+                    nested.encoder.embed_dim / nested.encoder.attention_heads
+                ) ** 0.5
+            else:
+                data = getattr(task.cfg, "data", None)
+                nested.qknorm_g0 = starting_g(cfg.qknorm_g0, cfg.qknorm_length, data)
+            _record(cfg, qknorm_g0=nested.qknorm_g0)
+            logger.info(f"QKNorm: g starts from {nested.qknorm_g0:.4g}")
+        model: TransformerQKNorm = super().build_model(nested, task)
+        model.unk, model.pad = task.source_dictionary.unk(), task.source_dictionary.pad()
+        if nested.residual_norm == "scale":
+            replace_layer_norms(model)
+        if nested.fixnorm or nested.output_bias or nested.logit_mask:
+            if nested.adaptive_softmax_cutoff is not None:
+                raise ValueError("an adaptive softmax has no FixNorm, output bias or logit mask")
+            model.decoder.output_projection = OutputProjection(
+                model.decoder.output_projection.weight,
+                fixnorm=nested.fixnorm,
+                bias=nested.output_bias,
+                allowed=target_tokens(task) if nested.logit_mask else None,
+            )
+        if nested.small_init:
+            small_init(model)
+        return model
+
+    @classmethod
+    def build_embedding(
+        cls, cfg: Any, dictionary: Any, embed_dim: int, path: str | None = None
+    ) -> nn.Embedding:
+        if not cfg.fixnorm:
+            return super().build_embedding(cfg, dictionary, embed_dim, path)  # type: ignore[no-any-return]
+        embedding = FixNormEmbedding(len(dictionary), embed_dim, dictionary.pad())
+        if path:
+            utils.load_embedding(utils.parse_embedding(path), dictionary, embedding)
+        return embedding
+
+    def forward(
+        self, src_tokens: Tensor, src_lengths: Any, prev_output_tokens: Tensor, **kwargs: Any
+    ) -> Any:
+        """fairseq's forward, with word dropout on both inputs while training."""
+        p = self.cfg.word_dropout
+        if self.training and p > 0:
+            src_tokens = drop_words(src_tokens, p, unk=self.unk, pad=self.pad)
+            prev_output_tokens = drop_words(prev_output_tokens, p, unk=self.unk, pad=self.pad)
+        return super().forward(src_tokens, src_lengths, prev_output_tokens, **kwargs)
 
     @classmethod
     def build_encoder(cls, cfg: Any, src_dict: Any, embed_tokens: nn.Module) -> QKNormEncoder:
@@ -219,6 +346,10 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
         known = sum(key.endswith("attn.g") for key in state_dict)
         super().upgrade_state_dict_named(state_dict, name)
+        # Weights of a model without a logit mask or output bias: these then start as in a new one.
+        for key, value in self.state_dict().items():
+            if key.endswith(("output_projection.allowed", "output_projection.bias")):
+                state_dict.setdefault(key, value)
         added = sum(key.endswith("attn.g") for key in state_dict) - known
         if added:
             logger.info(f"QKNorm: {added} attentions of the checkpoint have no g; it starts anew")
@@ -253,6 +384,46 @@ def starting_g(g0: float | None, length: float | None, data: str | None) -> floa
         raise ValueError(f"{source}: {error}") from None
 
 
+def replace_layer_norms(model: nn.Module) -> None:
+    """Put a ScaleNorm wherever the model has a LayerNorm."""
+    kind = type(LayerNorm(1))  # torch's, or apex's where that is installed
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, kind):
+                setattr(parent, name, ScaleNorm(child.normalized_shape[0]))
+
+
+def target_tokens(task: Any) -> Tensor:
+    """Which tokens may be predicted: those of the training text's target side, <unk> and </s>.
+
+    Where there is no training text (a checkpoint is being loaded elsewhere) all may; the
+    checkpoint then says which.
+
+    Returns:
+        V booleans.
+    """
+    dictionary = task.target_dictionary
+    allowed = torch.ones(len(dictionary), dtype=torch.bool)
+    source, target = task.cfg.source_lang, task.cfg.target_lang
+    # As fairseq finds its data: train, train1, ...; prepared for this direction or the other.
+    parts = [
+        file.with_suffix("")
+        for folder in (task.cfg.data or "").split(":")
+        for pair in (f"{source}-{target}", f"{target}-{source}")
+        for file in Path(folder).glob(f"train*.{pair}.{target}.idx")
+    ]
+    if not parts:
+        return allowed
+    allowed.zero_()
+    allowed[[dictionary.unk(), dictionary.eos()]] = True
+    for part in parts:
+        dataset = data_utils.load_indexed_dataset(str(part), dictionary)
+        for start in range(0, len(dataset), 10_000):
+            stop = min(start + 10_000, len(dataset))
+            allowed[torch.cat([dataset[number] for number in range(start, stop)]).long()] = True
+    return allowed
+
+
 def _record(cfg: Any, **values: Any) -> None:
     """Store resolved options in the configuration that fairseq saves in each checkpoint.
 
@@ -273,7 +444,7 @@ def _register(name: str, defaults: dict[str, Any]) -> None:
             annotation,
             dataclasses.field(default=defaults.get(key, spec.default), metadata=spec.metadata),
         )
-        for key, annotation, spec in _transformer_fields()
+        for key, annotation, spec in _flat_fields()
     ]
     camel = "".join(part.capitalize() for part in name.split("_"))
     options = dataclasses.make_dataclass(f"{camel}Config", fields, bases=(QKNormOptions,))

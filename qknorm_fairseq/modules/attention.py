@@ -18,6 +18,9 @@ import torch
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
+NORMS = ("l2", "rms", "layer", "none")
+G_PER = ("module", "head", "fixed")
+
 IncrementalState = dict[str, dict[str, Tensor | None]]
 
 
@@ -58,24 +61,92 @@ def unit(x: Tensor) -> Tensor:
 
 
 class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
-    """fairseq's `MultiheadAttention` with queries and keys of unit length, scaled by `g`.
+    """fairseq's `MultiheadAttention` with queries and keys normalized, scaled by a learned `g`.
 
     Arguments, call signature, shapes and parameter names are those of fairseq's module, plus the
     scalar parameter `g`. Keys are normalized once, before they are cached for decoding.
 
+    With another `norm` than the paper's it is another known attention, along the same path:
+
+    ======  =================================  ===========  ==================================
+    norm    q and k become                     scale        known as
+    ======  =================================  ===========  ==================================
+    l2      q / |q|                            g            QKNorm (Henry et al. 2020)
+    rms     q / rms(q)                         1 / sqrt(d)  RMSNorm on q and k
+    layer   (q - mean(q)) / std(q)             1 / sqrt(d)  LayerNorm on q and k (ViT-22B)
+    none    q                                  1 / sqrt(d)  scaled dot-product attention
+    ======  =================================  ===========  ==================================
+
     Args:
-        g0: the value `g` starts from; see :func:`g0_from_length`.
+        g0: the value `g` starts from (see :func:`g0_from_length`); only `l2` has a `g`.
+        norm: one of the above.
+        g_per: one `g` for the "module" (the paper) or for each "head", or a "fixed" one.
+        groups: for `l2`, normalize so many equal parts of the head dimension, each by itself.
+        elementwise_scale: multiply the normalized q and k by learned scales, one for each head
+            and dimension (`q_scale`, `k_scale`, starting at 1).
+
+    Raises:
+        ValueError: an option is unknown, or does not go with another one.
     """
 
-    def __init__(self, *args: Any, g0: float, **kwargs: Any) -> None:
+    g: Tensor | None
+
+    def __init__(
+        self,
+        *args: Any,
+        g0: float | None = None,
+        norm: str = "l2",
+        g_per: str = "module",
+        groups: int = 1,
+        elementwise_scale: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         if self.use_xformers:
             raise ValueError("QKNorm has an attention of its own: leave xformers_att_config unset")
-        self.g0 = float(g0)
-        self.g = nn.Parameter(torch.tensor(self.g0))
+        if norm not in NORMS:
+            raise ValueError(f"attention norm {norm!r}: there is {', '.join(NORMS)}")
+        if g_per not in G_PER:
+            raise ValueError(f"g per {g_per!r}: there is {', '.join(G_PER)}")
+        if groups < 1 or self.head_dim % groups:
+            raise ValueError(f"a head of {self.head_dim} dimensions has no {groups} equal groups")
+        if norm != "l2" and (groups != 1 or g_per != "module"):
+            raise ValueError(f"g and groups belong to the l2 norm, not to {norm!r}")
+        if norm == "l2" and g0 is None:
+            raise ValueError("the l2 norm needs g0, where its scale g starts")
+        self.norm, self.groups = norm, groups
+
+        self.g0 = None if norm != "l2" else float(g0)  # type: ignore[arg-type]
+        if self.g0 is None:
+            self.g = None
+        elif g_per == "fixed":
+            self.register_buffer("g", torch.tensor(self.g0))
+        else:
+            shape = (self.num_heads, 1, 1) if g_per == "head" else ()
+            self.g = nn.Parameter(torch.full(shape, self.g0))
+
+        shape = (self.num_heads, 1, self.head_dim)
+        self.q_scale = nn.Parameter(torch.ones(shape)) if elementwise_scale else None
+        self.k_scale = nn.Parameter(torch.ones(shape)) if elementwise_scale else None
+
+    def normalized(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """Queries or keys, B x H x T x head_dim, as they enter the dot product."""
+        if self.norm == "l2":
+            parts = x.reshape(*x.shape[:-1], self.groups, -1)
+            x = unit(parts).flatten(-2)
+        elif self.norm == "rms":
+            x = unit(x) * self.head_dim**0.5
+        elif self.norm == "layer":
+            x = unit(x - x.mean(-1, keepdim=True)) * self.head_dim**0.5
+        return x if scale is None else x * scale
 
     def extra_repr(self) -> str:
-        return f"{self.embed_dim}, num_heads={self.num_heads}, g={self.g.item():.4g}"
+        parts = [f"{self.embed_dim}, num_heads={self.num_heads}, norm={self.norm}"]
+        if self.groups > 1:
+            parts.append(f"groups={self.groups}")
+        if self.g is not None:
+            parts.append(f"g={self.g.mean().item():.4g}")
+        return ", ".join(parts)
 
     def forward(
         self,
@@ -132,7 +203,8 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
                 k = torch.cat([k, self.bias_k.expand(-1, k.size(1), -1)])
                 v = torch.cat([v, self.bias_v.expand(-1, v.size(1), -1)])
                 key_padding_mask, attn_mask = self._pad_masks(key_padding_mask, attn_mask)
-            k, v = unit(self._split_heads(k)), self._split_heads(v)
+            k = self.normalized(self._split_heads(k), self.k_scale)
+            v = self._split_heads(v)
             if "prev_key" in cache:
                 k = torch.cat([cache["prev_key"], k], dim=2)
                 v = torch.cat([cache["prev_value"], v], dim=2)
@@ -147,7 +219,8 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
                 cache["prev_key"], cache["prev_value"] = k, v
                 cache["prev_key_padding_mask"] = key_padding_mask
                 self._set_input_buffer(incremental_state, cache)
-        q = self.g * unit(self._split_heads(self.q_proj(query)))
+        q = self.normalized(self._split_heads(self.q_proj(query)), self.q_scale)
+        q = q * (self.scaling if self.g is None else self.g)
 
         if self.add_zero_attn:
             k = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
@@ -191,6 +264,11 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
         return x.view(length, bsz, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
-        """Let the weights of an attention without `g` in; `g` then starts from g0."""
+        """Let the weights of a plain attention in; what they lack starts as in a new module."""
         super().upgrade_state_dict_named(state_dict, name)
-        state_dict.setdefault(f"{name}.g" if name else "g", torch.tensor(self.g0))
+        for own in ("g", "q_scale", "k_scale"):
+            value = getattr(self, own)
+            if value is not None:
+                key = f"{name}.{own}" if name else own
+                start = torch.tensor(self.g0 if own == "g" else 1.0)
+                state_dict.setdefault(key, start.expand(value.shape).clone())
