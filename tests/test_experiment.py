@@ -387,7 +387,7 @@ def test_two_at_once_on_one_folder(
     [
         ("task.sauce_lang=xx", "configs/demo.yaml: Could not override 'task.sauce_lang'"),
         ("model=transfromer", "configs/demo.yaml: In 'demo': Could not find 'model/transfromer'"),
-        ("corpus=ted", "configs/demo.yaml: In 'demo': Could not find 'corpus/ted'"),
+        ("corpus=bible", "configs/demo.yaml: In 'demo': Could not find 'corpus/bible'"),
         ("common.seed=${nowhere}", "configs/demo.yaml: Interpolation key 'nowhere' not found"),
         ("common.seed", "'common.seed' is not a setting: write key=value"),
     ],

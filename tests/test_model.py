@@ -34,7 +34,13 @@ SMALL = [
     *("--encoder-ffn-embed-dim", 64, "--decoder-ffn-embed-dim", 64),
     *("--encoder-attention-heads", 2, "--decoder-attention-heads", 2),
 ]
-NO_DROPOUT = [*("--dropout", 0, "--attention-dropout", 0, "--activation-dropout", 0)]
+NO_DROPOUT = [
+    *("--dropout", 0, "--attention-dropout", 0, "--activation-dropout", 0, "--word-dropout", 0),
+]
+# Without the paper's other blocks the attention is all that differs from fairseq's transformer.
+ATTENTION_ONLY = [
+    *("--no-fixnorm", "--no-output-bias", "--no-small-init", "--word-dropout", 0),
+]
 
 
 def build(data: Path, arch: str, *arguments: object) -> tuple[Any, Any, Any]:
@@ -135,7 +141,7 @@ def test_argparse_and_hydra_train_the_same_model(run: Run, prepared: Path, tmp_p
         *("--criterion", "label_smoothed_cross_entropy", "--label-smoothing", 0.1),
         *("--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", 0.002),
         *("--lr-scheduler", "inverse_sqrt", "--warmup-updates", 300, "--clip-norm", 1.0),
-        *("--max-tokens", 2000, "--max-update", 10, "--disable-validation"),
+        *("--max-tokens", 2000, "--max-update", 10, "--disable-validation", *ATTENTION_ONLY),
         *("--no-epoch-checkpoints", "--seed", 1, "--cpu", "--save-dir", tmp_path / "argparse"),
     ]
     by_hydra = [
@@ -184,7 +190,7 @@ def test_every_attention_is_query_key_normalized(prepared: Path) -> None:
 def test_it_has_one_parameter_for_each_attention_more_than_fairseqs_transformer(
     prepared: Path,
 ) -> None:
-    _, _, ours = build(prepared, "transformer_qknorm_tiny")
+    _, _, ours = build(prepared, "transformer_qknorm_tiny", *ATTENTION_ONLY)
     same = ["--share-all-embeddings"]
     for side in ("encoder", "decoder"):
         same += [f"--{side}-layers=2", f"--{side}-embed-dim=256", f"--{side}-ffn-embed-dim=512"]
@@ -318,7 +324,7 @@ def test_it_learns_a_handful_of_sentences_by_heart(prepared: Path) -> None:
     criterion = task.build_criterion(cfg.criterion)  # cross entropy
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
     model.train()
-    for _ in range(150):
+    for _ in range(250):
         optimizer.zero_grad()
         loss, tokens, _ = criterion(model, sample)
         (loss / tokens).backward()
@@ -347,6 +353,7 @@ def test_finetuning_from_fairseqs_transformer(
         prepared,
         tmp_path,
         *("--arch", "transformer_qknorm_tiny", "--finetune-from-model", transformer_checkpoint),
+        *ATTENTION_ONLY,
         *("--lr", 0, "--lr-scheduler", "fixed", "--disable-validation"),
         updates=1,
     )
@@ -476,7 +483,7 @@ def test_a_wider_beam_finds_translations_at_least_as_likely(checkpoint: Path) ->
         with torch.inference_mode():
             hypotheses = task.inference_step(generator, [model], sample)
         totals.append(sum(kept[0]["score"].item() for kept in hypotheses))
-    assert totals[1] > totals[0]
+    assert totals[1] >= totals[0] - 1e-6  # both may find the same ones
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
