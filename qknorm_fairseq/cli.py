@@ -323,7 +323,10 @@ def main() -> None:
 
 
 def run_app(command: Callable[[], object]) -> None:
-    """Run a command: exit 0 if it worked, 1 if it failed, 2 if it was called wrongly."""
+    """Run a command: exit 0 if it worked, 1 if it failed, 2 if it was called wrongly.
+
+    After Ctrl-C it is 130, as in a shell.
+    """
     # Threads that wait by spinning slow each other down tenfold when something else needs a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Before fairseq is imported, so that its notes about itself stay out of the user's terminal.
@@ -335,8 +338,10 @@ def run_app(command: Callable[[], object]) -> None:
     except BrokenPipeError:  # whoever read our output has stopped reading
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except KeyboardInterrupt:
-        _fail("interrupted; call it again to go on")
+    except SystemExit as done:
+        if done.code == 130:  # typer has caught a KeyboardInterrupt
+            print("qknorm: interrupted; the same command goes on", file=sys.stderr)
+        raise
     except OSError as error:
         _fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
 
