@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,10 +33,16 @@ class Subwords:
             self.model = sentencepiece.SentencePieceProcessor(model_file=str(file))
         except (OSError, RuntimeError):
             raise QKNormError(f"{file}: missing, or not a sentencepiece model") from None
+        self.pieces = self.model.id_to_piece(list(range(self.model.get_piece_size())))
 
     def encode(self, lines: Sequence[str]) -> list[list[str]]:
         """The pieces of each line; what the vocabulary lacks is `<unk>`, as fairseq writes it."""
-        return [self.model.id_to_piece(ids) for ids in self.model.encode(list(lines))]
+        return [[self.pieces[number] for number in line] for line in self.encode_numbers(lines)]
+
+    def encode_numbers(self, lines: Sequence[str]) -> list[list[int]]:
+        """The same as places in `pieces`."""
+        threads = os.cpu_count() or 1
+        return self.model.encode(list(lines), num_threads=threads)  # type: ignore[no-any-return]
 
     def decode(self, pieces: Sequence[str]) -> str:
         return one_spaced("".join(pieces).replace("▁", " "))

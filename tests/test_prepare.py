@@ -604,3 +604,29 @@ def test_something_else_than_a_subword_model_is_refused(tmp_path: Path) -> None:
     for file in (tmp_path / "sentencepiece.model", tmp_path / "missing.model"):
         with pytest.raises(QKNormError, match="not a sentencepiece model"):
             Subwords(file)
+
+
+def test_binarized_as_by_fairseq_preprocess(
+    prepared: Path, parallel_files: Files, run: Run, tmp_path: Path
+) -> None:
+    """Byte for byte what fairseq's own command makes of the same pieces and dictionary."""
+    subwords = Subwords(prepared / "sentencepiece.model")
+    options: list[object] = []
+    for split, files in parallel_files.items():
+        options += [f"--{split}pref", tmp_path / split]
+        for file in files:
+            lines = file.read_text(encoding="utf-8").splitlines()
+            pieces = [" ".join(line) for line in subwords.encode(lines)]
+            text = "".join(f"{line}\n" for line in pieces)
+            (tmp_path / f"{split}{file.suffix}").write_text(text, encoding="utf-8")
+    subwords.write_dictionary(tmp_path / "dictionary.txt")
+    done = run(
+        "fairseq-preprocess",
+        *("--source-lang", "xx", "--target-lang", "yy", "--joined-dictionary"),
+        *("--srcdict", tmp_path / "dictionary.txt", "--destdir", tmp_path / "out", *options),
+    )
+    assert done.returncode == 0, done.stderr
+    made = [file for file in (tmp_path / "out").iterdir() if file.name != "preprocess.log"]
+    assert len(made) == 14  # .bin and .idx for three splits and two sides; two dictionaries
+    for file in made:
+        assert file.read_bytes() == (prepared / file.name).read_bytes(), file.name
