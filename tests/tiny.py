@@ -91,6 +91,7 @@ def build(
         *("--criterion", "label_smoothed_cross_entropy_allowed", "--label-smoothing", "0.1"),
         *("--optimizer", "adam", "--lr", "0.001", "--cpu", "--max-tokens", "100"),
         *(["--qknorm-length", "72"] if arch.startswith("transformer_qknorm") else []),
+        *([] if arch == "transformer" else ["--logit-mask"]),  # as the recipe has it
         *map(str, arguments),
     ]
     args = options.parse_args_and_arch(options.get_training_parser(), input_args=line)

@@ -269,12 +269,14 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
     def add_args(cls, parser: argparse.ArgumentParser) -> None:
         # fairseq gives an option that is on by default a flag that switches it off, under the
         # same name. Here --encoder-normalize-before means what it says; --no-... switches it off.
+        own = {option.name for option in dataclasses.fields(QKNormOptions)}
         for option in dataclasses.fields(cls.options):
-            if option.default is True:
+            if option.default is True or (option.type is bool and option.name in own):
+                state = "on" if option.default else "off"
                 parser.add_argument(
                     f"--{option.name.replace('_', '-')}",
                     action=argparse.BooleanOptionalAction,
-                    help=f"{option.metadata['help']} (default: on)",
+                    help=f"{option.metadata['help']} (default: {state})",
                 )
         gen_parser_from_dataclass(parser, cls.options(), delete_default=True)
 
