@@ -268,7 +268,7 @@ def trained(data: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> P
         "fairseq-train",
         data,
         *("--user-dir", tiny.USER_DIR, "--task", "translation_qknorm"),
-        *("--arch", "transformer_qknorm_tiny", "--qknorm-length", 12, *sizes),
+        *("--logit-mask", "--arch", "transformer_qknorm_tiny", "--qknorm-length", 12, *sizes),
         *("--criterion", "label_smoothed_cross_entropy_allowed", "--label-smoothing", 0.1),
         *("--eval-bleu", "--eval-bleu-args", '{"beam": 4}', "--eval-tokenized-bleu"),
         *("--best-checkpoint-metric", "bleu", "--maximize-best-checkpoint-metric"),
