@@ -204,6 +204,12 @@ def prepare(
         target_lang = target_lang or train[1].suffix.removeprefix(".")
         tokenization = MOSES if tokenized else NONE
         files = {split: both for split, both in own.items() if both is not None}
+        for split, (source, target) in files.items():
+            if (source.suffix, target.suffix) == (f".{target_lang}", f".{source_lang}"):
+                raise QKNormError(
+                    f"--{split} {source} {target}: the other way round than {source_lang} to "
+                    f"{target_lang}; give the source file first"
+                )
     name = corpus or "own"
     description = make(
         files,

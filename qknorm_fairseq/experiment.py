@@ -223,7 +223,9 @@ def _train(run: Run, config_dir: Path) -> None:
     The end is the configured number of updates, or what else stops fairseq: epochs, or a learning
     rate that got too small.
     """
-    max_update = int(OmegaConf.select(run.config, "optimization.max_update") or 0)
+    max_update = OmegaConf.select(run.config, "optimization.max_update") or 0
+    if not isinstance(max_update, int):
+        raise QKNormError(f"optimization.max_update={max_update}: must be a whole number")
     begun = _updates_done(run.folder)
     if (run.folder / DONE).is_file() or 0 < max_update <= begun:  # it would do one more update
         return

@@ -630,3 +630,14 @@ def test_binarized_as_by_fairseq_preprocess(
     assert len(made) == 14  # .bin and .idx for three splits and two sides; two dictionaries
     for file in made:
         assert file.read_bytes() == (prepared / file.name).read_bytes(), file.name
+
+
+def test_swapped_files_are_refused(run: Run, parallel_files: Files, tmp_path: Path) -> None:
+    """The suffixes of --valid contradict those of --train."""
+    train, valid = parallel_files["train"], parallel_files["valid"]
+    done = run(
+        "qknorm", "prepare", "--train", *train, "--valid", *valid[::-1], "--out", tmp_path / "out"
+    )
+    assert done.returncode == 1
+    assert "--valid" in done.stderr and "the other way round" in done.stderr
+    assert not (tmp_path / "out").exists()
