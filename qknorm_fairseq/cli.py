@@ -346,7 +346,7 @@ def run_app(command: Callable[[], object]) -> None:
         sys.exit(1)
     except SystemExit as done:
         if done.code == 130:  # typer has caught a KeyboardInterrupt
-            print("qknorm: interrupted; the same command goes on", file=sys.stderr)
+            print("qknorm: interrupted", file=sys.stderr)
         raise
     except OSError as error:
         _fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
