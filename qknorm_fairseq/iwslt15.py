@@ -10,38 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from qknorm_fairseq import published_text
-from qknorm_fairseq.corpora import Corpus, Counts, Registry
+from qknorm_fairseq.corpora import Corpus, Counts
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.published_text import ParallelText
 from qknorm_fairseq.text import read_lines
 from qknorm_fairseq.tokenization import unescape
 
-NAME = "iwslt15"
 FILES = {"train": "train", "valid": "tst2012", "test": "tst2013"}
 
 
-def fetch(
-    pair: str,
-    data_dir: Path,
-    *,
-    local: Path | None = None,
-    mirror: str | None = None,
-    registry: Registry | None = None,
-    progress: bool = True,
-) -> Path:
-    """:func:`qknorm_fairseq.published_text.fetch` for this corpus."""
-    return published_text.fetch(
-        NAME,
-        pair,
-        data_dir,
-        read=read,
-        needed=[f"{stem}.{language}" for stem in FILES.values() for language in pair.split("-")],
-        local=local,
-        mirror=mirror,
-        registry=registry,
-        progress=progress,
-    )
+def needed(pair: str) -> list[str]:
+    """The published files that `read` asks for."""
+    return [f"{stem}.{language}" for stem in FILES.values() for language in pair.split("-")]
 
 
 def read(corpus: Corpus, paths: Mapping[str, Path], pair: str) -> ParallelText:

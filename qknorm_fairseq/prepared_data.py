@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from qknorm_fairseq import corpus_folder
+from qknorm_fairseq.corpora import SPLITS, VOCAB_SIZE, load_registry
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.files import new_directory, sha256, write_json, write_lines
 from qknorm_fairseq.subwords import Subwords, train_subwords
@@ -26,7 +28,6 @@ from qknorm_fairseq.tokenization import MOSES, NONE, TOKENIZATIONS, unescape
 
 DESCRIPTION = "qknorm.json"
 SUBWORDS = "sentencepiece.model"
-SPLITS = ("train", "valid", "test")
 CHUNK = 10_000  # lines to segment at a time
 L_PERCENTILE = 97.5  # Henry et al. 2020, section 3
 
@@ -69,13 +70,60 @@ class Description:
         return description
 
 
+def prepare_corpus(
+    corpus: str,
+    pair: str,
+    *,
+    data_dir: Path,
+    out: Path | None = None,
+    vocab_size: int | None = None,
+    limit: int | None = None,
+    skip_empty: bool = False,
+    force: bool = False,
+    say: Say = print,
+) -> Description:
+    """:func:`prepare` for what `qknorm fetch` left in data_dir.
+
+    Args:
+        pair: "gl-en".
+        out: by default data_dir/prepared/<corpus>/<pair>.
+        vocab_size: by default the registry's for this corpus.
+
+    Raises:
+        QKNormError: the corpus was not fetched, or what `prepare` raises.
+    """
+    folder = data_dir / "corpora" / corpus / pair
+    if not folder.is_dir():
+        raise QKNormError(f"{folder}: not there yet; first: qknorm fetch {corpus} --pair {pair}")
+    if vocab_size is None:
+        known = load_registry().corpora
+        vocab_size = known[corpus].vocab_size if corpus in known else VOCAB_SIZE
+    source_lang, target_lang = pair.split("-")
+    return prepare(
+        {
+            split: (folder / f"{split}.{source_lang}", folder / f"{split}.{target_lang}")
+            for split in SPLITS
+        },
+        source_lang=source_lang,
+        target_lang=target_lang,
+        out=out or data_dir / "prepared" / corpus / pair,
+        vocab_size=vocab_size,
+        limit=limit,
+        corpus=corpus,
+        tokenization=corpus_folder.tokenization(folder),
+        skip_empty=skip_empty,
+        force=force,
+        say=say,
+    )
+
+
 def prepare(
     files: Mapping[str, tuple[Path, Path]],
     *,
     source_lang: str,
     target_lang: str,
     out: Path,
-    vocab_size: int = 8000,
+    vocab_size: int = VOCAB_SIZE,
     limit: int | None = None,
     corpus: str = "own",
     tokenization: str = NONE,

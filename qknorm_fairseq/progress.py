@@ -1,13 +1,15 @@
-"""How far a download is, as stderr shows it."""
+"""How far long work is, as stderr shows it."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 
@@ -51,3 +53,23 @@ def downloading(sizes: Mapping[str, int], progress: bool) -> Iterator[Report]:
             bar.update(task, description=name, total=total, completed=completed)
 
         yield advance
+
+
+class Steps:
+    """A line for each step that is done, with the time since the work began."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.begin = time.monotonic()
+
+    def done(self, line: str) -> None:
+        self.console.print(escape(f"[{self.elapsed()}] {line}"))
+
+    def failed(self, line: str) -> None:
+        self.console.print(escape(f"[{self.elapsed()}] {line}"), style="red")
+
+    def elapsed(self) -> str:
+        """ "12m03s", or "3h12m" where it has become hours."""
+        minutes, seconds = divmod(int(time.monotonic() - self.begin), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}h{minutes:02d}m" if hours else f"{minutes:2d}m{seconds:02d}s"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from qknorm_fairseq import corpus_folder, downloads
 from qknorm_fairseq.corpora import Corpus, Counts, Registry, load_registry
@@ -30,7 +31,14 @@ class ParallelText:
     empty: int = 0
 
 
-Read = Callable[[Corpus, Mapping[str, Path], str], ParallelText]
+class Reader(Protocol):
+    """A module that knows a corpus's format."""
+
+    def needed(self, pair: str) -> list[str]:
+        """The names of the published files that `read` asks for."""
+
+    def read(self, corpus: Corpus, paths: Mapping[str, Path], pair: str) -> ParallelText:
+        """Turn the published files into pairs."""
 
 
 def fetch(
@@ -38,8 +46,7 @@ def fetch(
     pair: str,
     data_dir: Path,
     *,
-    read: Read,
-    needed: Iterable[str],
+    reader: Reader,
     local: Path | None = None,
     mirror: str | None = None,
     registry: Registry | None = None,
@@ -51,8 +58,6 @@ def fetch(
     One that is there already and up to date is left as it is.
 
     Args:
-        read: turns the published files into pairs.
-        needed: the names of the files that `read` asks for.
         local: a folder that holds the published files, to be used instead of downloads.
         mirror: the address to download them from instead of the registry's.
         progress: show on stderr what is being downloaded.
@@ -64,7 +69,7 @@ def fetch(
     registry = registry or load_registry()
     corpus = registry.corpus(name)
     corpus.counts(pair)
-    if missing := sorted(set(needed) - {file.name for file in corpus.files}):
+    if missing := sorted(set(reader.needed(pair)) - {file.name for file in corpus.files}):
         raise QKNormError(f"{registry.path}: {name} has no file {' or '.join(missing)}")
     folder = data_dir / "corpora" / name / pair
     kept = data_dir / "downloads" / name
@@ -72,7 +77,7 @@ def fetch(
         return folder
 
     paths = downloads.obtain(corpus, kept, local=local, mirror=mirror, progress=progress)
-    text = read(corpus, paths, pair)
+    text = reader.read(corpus, paths, pair)
     corpus_folder.write(
         folder,
         pair,

@@ -14,14 +14,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from qknorm_fairseq import published_text
-from qknorm_fairseq.corpora import Corpus, Counts, Registry
+from qknorm_fairseq.corpora import Corpus, Counts
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.published_text import ParallelText
 from qknorm_fairseq.text import decode_line
 from qknorm_fairseq.tokenization import unescape
 
-NAME = "ted"
 ARCHIVE = "ted_talks.tar.gz"
 TABLES = {
     "all_talks_train.tsv": "train",
@@ -36,27 +34,9 @@ MAX_ROW = 4 * 1024 * 1024  # bytes
 MAX_READ = 1024 * 1024  # bytes; more at once can only be an archive's header
 
 
-def fetch(
-    pair: str,
-    data_dir: Path,
-    *,
-    local: Path | None = None,
-    mirror: str | None = None,
-    registry: Registry | None = None,
-    progress: bool = True,
-) -> Path:
-    """:func:`qknorm_fairseq.published_text.fetch` for this corpus."""
-    return published_text.fetch(
-        NAME,
-        pair,
-        data_dir,
-        read=read,
-        needed=[ARCHIVE],
-        local=local,
-        mirror=mirror,
-        registry=registry,
-        progress=progress,
-    )
+def needed(pair: str) -> list[str]:
+    """The published files that `read` asks for, whatever the pair."""
+    return [ARCHIVE]
 
 
 def read(corpus: Corpus, paths: Mapping[str, Path], pair: str) -> ParallelText:

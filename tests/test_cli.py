@@ -27,7 +27,7 @@ def test_help_names_every_command(flag: str, run: Run) -> None:
     [
         (("user-dir",), "--user-dir"),
         (("fetch",), "catalogues"),
-        (("fetch", "catalogues"), "--pair"),
+        (("fetch",), "--pair"),
         (("prepare",), "--train"),
         (("translate",), "--checkpoint"),
         (("score",), "--tokenized"),
@@ -48,7 +48,7 @@ def test_without_a_command_it_shows_the_help(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("nonsense",), ("--nonsense",), ("--debug",), ("fetch",), ("fetch", "nonsense")],
+    [("nonsense",), ("--nonsense",), ("--debug",), ("fetch",), ("prepare", "one", "two")],
 )
 def test_wrong_use_exits_2_and_says_how_it_is_used(arguments: tuple[str, ...], run: Run) -> None:
     done = run("qknorm", *arguments)

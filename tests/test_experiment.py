@@ -33,8 +33,8 @@ SMALL = (
     *("model.encoder_attention_heads=2", "model.decoder_attention_heads=2"),
     *("task.source_lang=xx", "task.target_lang=yy", "++dataset.num_workers=0"),
 )
-QKNORM = Path("runs/catalogues/xx-yy/transformer_qknorm_tiny/seed1")  # as configs/corpus names it
-TRANSFORMER = Path("runs/catalogues/xx-yy/transformer/seed1")
+QKNORM = Path("runs/demo/xx-yy/transformer_qknorm_tiny/seed1")  # as configs/corpus names it
+TRANSFORMER = Path("runs/demo/xx-yy/transformer/seed1")
 
 Experiment = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -184,8 +184,9 @@ def test_one_table_shows_both(both: tuple[Path, subprocess.CompletedProcess[str]
     ):
         found = score(folder / run_folder)
         row = next(line.split() for line in done.stdout.splitlines() if line.split()[:1] == [name])
-        assert row[1:5] == [
+        assert row[1:6] == [
             "1",
+            f"{found['bleu_tok']:.1f}",
             f"{found['bleu']:.1f}",
             f"{found['chrf']:.1f}",
             f"{found['params']:,}",
@@ -224,6 +225,7 @@ def test_a_folder_is_not_used_for_another_configuration(
     assert done.returncode == 1
     assert done.stdout == ""
     assert f"{QKNORM}: holds a run with another configuration" in done.stderr
+    assert "(optimization.max_update is 12 there, 13 here)" in done.stderr
     assert (folder / QKNORM / "config.yaml").read_text("utf-8") == before
 
 
@@ -386,6 +388,11 @@ def test_two_at_once_on_one_folder(
     ("setting", "named"),
     [
         ("task.sauce_lang=xx", "configs/demo.yaml: Could not override 'task.sauce_lang'"),
+        ("optimization.max_updat=3", "Key 'max_updat' not in 'OptimizationConfig'"),
+        ("optimization.max_update=many", "max_update=many: Value 'many' of type 'str'"),
+        ("model.g_per=hed", "configs/demo.yaml: Error merging override model.g_per=hed"),
+        ("++model.heads=3", "configs/demo.yaml: model.heads: transformer_qknorm_tiny has no such"),
+        ("ablation=nope", "Could not find 'ablation/nope' Available options in 'ablation': fixed_"),
         ("model=transfromer", "configs/demo.yaml: In 'demo': Could not find 'model/transfromer'"),
         ("corpus=bible", "configs/demo.yaml: In 'demo': Could not find 'corpus/bible'"),
         ("common.seed=${nowhere}", "configs/demo.yaml: Interpolation key 'nowhere' not found"),
@@ -410,20 +417,40 @@ def test_unprepared_data_is_named(experiment: Experiment, tmp_path: Path) -> Non
 
 
 def test_one_failing_run_does_not_lose_the_other(experiment: Experiment, tmp_path: Path) -> None:
-    """The first of two runs has a value that fairseq refuses. The message names it; the second
-    run is done and shown all the same, even in the folder that the first one began."""
+    """The first of two runs fails (g can't start from a length of 1; the other model has no g).
+    The message names it; the second run is done and shown all the same."""
     done = experiment(
         tmp_path,
-        *("++model.dropout=lots,0.2", "++model.qknorm_g0=3", "optimization.max_update=1"),
-        "checkpoint.save_dir=one",
+        *("model=transformer_qknorm_tiny,transformer", "++model.qknorm_length=1"),
+        "optimization.max_update=1",
     )
     assert done.returncode == 1
-    failure, *_, last = done.stderr.splitlines()
-    assert "training failed: " in failure
-    assert "Value 'lots' of type 'str' could not be converted to Float full_key: dropout" in failure
-    assert str(Path("one") / "train.log") in failure
-    assert last == "qknorm: 1 of 2 runs failed; the same command retries them"
-    assert score(tmp_path / "one")["updates"] == 1
-    assert done.stdout.splitlines()[-1].split() == ["one"]
-    weights = torch.load(tmp_path / "one" / "checkpoint_last.pt", weights_only=True)["model"]
+    failure = next(line for line in done.stderr.splitlines() if "training failed: " in line)
+    assert "L must be a length of at least 2 subwords to start g from, not 1" in failure
+    assert str(QKNORM / "train.log") in failure
+    assert done.stderr.splitlines()[-1] == (
+        "qknorm: 1 of 2 runs failed; the same command retries them"
+    )
+    assert not (tmp_path / QKNORM / "score.json").exists()
+    assert score(tmp_path / TRANSFORMER)["updates"] == 1
+    assert done.stdout.splitlines()[-1].split() == [str(TRANSFORMER)]
+
+
+def test_a_folder_that_a_failed_run_began_is_used_again(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    """What failed at once left no checkpoint: another configuration may have its folder."""
+    failed = experiment(tmp_path, "model.qknorm_length=1", "optimization.max_update=1")
+    assert failed.returncode == 1
+    done = experiment(tmp_path, "model.qknorm_g0=3", "optimization.max_update=1")
+    assert done.returncode == 0, done.stderr
+    weights = torch.load(tmp_path / QKNORM / "checkpoint_last.pt", weights_only=True)["model"]
     assert weights["encoder.layers.0.self_attn.g"].item() == pytest.approx(3, abs=0.01)
+
+
+def test_two_runs_are_not_kept_in_one_folder(experiment: Experiment, tmp_path: Path) -> None:
+    done = experiment(tmp_path, "model.dropout=0.1,0.2")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert f"are both to be kept in {QKNORM}: set checkpoint.save_dir" in done.stderr
+    assert list(tmp_path.iterdir()) == []

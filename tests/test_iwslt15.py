@@ -11,9 +11,9 @@ import pytest
 from conftest import Run
 from publisher import Publisher, write_registry
 
-from qknorm_fairseq import iwslt15
 from qknorm_fairseq.corpora import load_registry
 from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.fetch import fetch as fetch_corpus
 from qknorm_fairseq.prepared_data import prepare
 
 ENGLISH = [f"We &apos;re at stop {n} &#91; again &#93; ." for n in range(40)]
@@ -56,7 +56,7 @@ def fetch(tmp_path: Path) -> Fetch:
             if content is not None:
                 (local / name).write_bytes(content)
         known = load_registry(registry(tmp_path))
-        return iwslt15.fetch("en-vi", tmp_path / "data", local=local, registry=known)
+        return fetch_corpus("iwslt15", "en-vi", tmp_path / "data", local=local, registry=known)
 
     return call
 
@@ -177,7 +177,7 @@ def test_a_registry_that_lacks_a_file_is_named(tmp_path: Path) -> None:
     path = write_registry(tmp_path / "corpora.yaml", "iwslt15", [file], {"en-vi": COUNTS})
     message = r"corpora\.yaml: iwslt15 has no file train\.vi or tst2012\.en or "
     with pytest.raises(QKNormError, match=message):
-        iwslt15.fetch("en-vi", tmp_path / "data", registry=load_registry(path))
+        fetch_corpus("iwslt15", "en-vi", tmp_path / "data", registry=load_registry(path))
 
 
 # --- tokens of one's own --------------------------------------------------------------------

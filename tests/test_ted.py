@@ -22,6 +22,7 @@ from publisher import Publisher, publishing, write_registry
 from qknorm_fairseq import ted
 from qknorm_fairseq.corpora import load_registry
 from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.fetch import fetch as fetch_corpus
 from qknorm_fairseq.prepared_data import Description
 from qknorm_fairseq.tokenization import detokenize, tokenize
 
@@ -98,7 +99,9 @@ def fetch(tmp_path: Path) -> Fetch:
         local.mkdir(exist_ok=True)
         (local / "ted_talks.tar.gz").write_bytes(content)
         known = load_registry(registry(tmp_path, **settings))  # type: ignore[arg-type]
-        return ted.fetch(pair, tmp_path / "data", local=local, registry=known, progress=False)
+        return fetch_corpus(
+            "ted", pair, tmp_path / "data", local=local, registry=known, progress=False
+        )
 
     return call
 
@@ -199,15 +202,15 @@ def test_pairs_share_a_download_and_a_made_corpus_needs_none(
     publisher.files["/ted_talks.tar.gz"] = archive(tables())
     known = load_registry(registry(tmp_path, publisher.address))
     data = tmp_path / "data"
-    ted.fetch("gl-en", data, registry=known, progress=False)
-    arabic = ted.fetch("ar-en", data, registry=known, progress=False)
+    fetch_corpus("ted", "gl-en", data, registry=known, progress=False)
+    arabic = fetch_corpus("ted", "ar-en", data, registry=known, progress=False)
     assert all(source == 'مرحبا " بك "' for source, _ in sides(arabic, "train"))
     (data / "downloads/ted/ted_talks.tar.gz").unlink()
-    ted.fetch("gl-en", data, registry=known, progress=False)
+    fetch_corpus("ted", "gl-en", data, registry=known, progress=False)
     assert len(publisher.asked) == 1
 
     (arabic / "train.ar").write_text("changed\n")
-    ted.fetch("ar-en", data, registry=known, progress=False)
+    fetch_corpus("ted", "ar-en", data, registry=known, progress=False)
     assert len(publisher.asked) == 2
     assert "changed" not in (arabic / "train.ar").read_text()
 

@@ -1,0 +1,116 @@
+"""The paper's experiment on one language pair, from nothing to a table: `scripts/reproduce.sh`.
+
+Fetch, prepare, then each model and seed: train, translate, score. What is done is not done again;
+what was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from qknorm_fairseq.corpora import load_registry
+from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.experiment import run_all
+from qknorm_fairseq.fetch import fetch
+from qknorm_fairseq.prepared_data import prepare_corpus
+from qknorm_fairseq.progress import Steps
+from qknorm_fairseq.runs import config_folder, plan
+from qknorm_fairseq.training import console
+
+PAPER_CORPORA = {
+    "en-vi": "iwslt15",
+    **dict.fromkeys(("ar-en", "en-he", "gl-en", "sk-en"), "ted"),
+}
+MODELS = ("transformer_scalenorm", "transformer_qknorm")  # the baseline first
+DATA = Path("data")  # as configs/corpus/ names it
+
+
+def main(
+    pair: Annotated[str, typer.Argument(help="en-vi, ar-en, en-he, gl-en or sk-en.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="More Hydra settings: ablation=none,fixed_g.")
+    ] = None,
+    corpus: Annotated[
+        str | None, typer.Option(help="(default: the paper's, iwslt15 or ted; or: catalogues)")
+    ] = None,
+    models: Annotated[
+        str | None, typer.Option(help=f"(default: {','.join(MODELS)}, with --tiny their tiny ones)")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="One run each: 1,2,3.")] = "1",
+    tiny: Annotated[bool, typer.Option("--tiny", help="2+2 layers, a few minutes a run.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Without a GPU.")] = False,
+    fp16: Annotated[bool, typer.Option("--fp16", help="Half precision (GPU).")] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="The same with bfloat16.")] = False,
+    gpus: Annotated[int, typer.Option(min=1, help="Share each batch among so many GPUs.")] = 1,
+    local: Annotated[
+        Path | None, typer.Option("--from", help="Folder with the corpus's published files.")
+    ] = None,
+    mirror: Annotated[str | None, typer.Option(help="Another address to download from.")] = None,
+    registry: Annotated[
+        Path | None, typer.Option(help="Another file like data/corpora.yaml.")
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("--in", help="Folder to have data/ and runs/ in.")
+    ] = Path(),
+) -> None:
+    """Run the experiment of Henry et al. 2020 and its baseline on one language pair."""
+    pair = pair.replace("_", "-")
+    if pair not in PAPER_CORPORA:
+        raise typer.BadParameter(f"no pair {pair!r}; there is {', '.join(PAPER_CORPORA)}")
+    if fp16 and bf16:
+        raise typer.BadParameter("give either --fp16 or --bf16")
+    check_device(cpu=cpu, gpus=gpus, half="--fp16" if fp16 else "--bf16" if bf16 else None)
+    corpus = corpus or PAPER_CORPORA[pair]
+    chosen = models or ",".join(f"{model}_tiny" if tiny else model for model in MODELS)
+    overrides = [
+        *(f"model={chosen}", f"common.seed={seeds}", f"corpus={corpus}"),
+        *(["size=tiny"] if tiny else []),
+        *(["common.cpu=true"] if cpu else []),
+        *(["common.fp16=true"] if fp16 else ["common.bf16=true"] if bf16 else []),
+        *(settings or []),
+    ]
+    configs, name = config_folder(), pair.replace("-", "_")
+    known, local = load_registry(registry), local and local.resolve()
+    os.chdir(folder)
+    steps = Steps(console)
+    runs = plan(configs, name, overrides)  # before hours of work: are the settings right?
+    if gpus > 1:
+        each = runs[0].config.dataset.max_tokens // gpus
+        overrides += [
+            f"distributed_training.distributed_world_size={gpus}",
+            f"dataset.max_tokens={each}",
+        ]
+        runs = plan(configs, name, overrides)
+    fetch(corpus, pair, DATA, local=local, mirror=mirror, registry=known)
+    steps.done(f"{pair} {corpus}: fetched")
+    description = prepare_corpus(corpus, pair, data_dir=DATA, say=lambda line: None)
+    sentences = ", ".join(f"{split} {count:,}" for split, count in description.sentences.items())
+    steps.done(f"{pair} {corpus}: prepared ({sentences})")
+    run_all(runs, steps)
+
+
+def check_device(*, cpu: bool, gpus: int, half: str | None) -> None:
+    """
+    Raises:
+        QKNormError: this machine does not have what is asked for.
+    """
+    there = torch.cuda.device_count()
+    if cpu:
+        if half or gpus > 1:
+            raise QKNormError(f"{half or '--gpus'} is for GPUs: leave it out, or leave out --cpu")
+    elif not there:
+        raise QKNormError("no GPU found; --cpu does without, best with --tiny")
+    elif gpus > there:
+        raise QKNormError(f"--gpus {gpus}: this machine has {there}")
+
+
+if __name__ == "__main__":
+    from qknorm_fairseq.cli import run_app
+
+    os.environ.pop("QKNORM_DATA", None)  # the configurations name the folder data/
+    run_app(lambda: typer.run(main))

@@ -1,0 +1,178 @@
+"""A run: one training, as a configuration means it, and the folder that keeps it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+import qknorm_fairseq
+from qknorm_fairseq.errors import QKNormError
+
+BEST, LAST = "checkpoint_best.pt", "checkpoint_last.pt"
+CONFIG, SCORE = "config.yaml", "score.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: its Hydra overrides, its resolved configuration, and its folder.
+
+    Attributes:
+        config: complete, fairseq's defaults included; what is trained with.
+        name: how its folder, its table row and a cluster's queue call it: the model and, where
+            there is one, the ablation (`transformer_qknorm+fixed_g`).
+        ablation: the choice in `configs/ablation/`, None without one.
+    """
+
+    config_name: str
+    overrides: tuple[str, ...]
+    config: DictConfig
+    name: str
+    ablation: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.checkpoint.save_dir)
+
+    @property
+    def data(self) -> Path:
+        return Path(self.config.task.data)
+
+    @property
+    def pair(self) -> str:
+        return f"{self.config.task.source_lang}-{self.config.task.target_lang}"
+
+    @property
+    def seed(self) -> int:
+        return int(self.config.common.seed)
+
+    @property
+    def title(self) -> str:
+        return f"{self.pair} {self.name} seed {self.seed}"
+
+    def score(self) -> dict[str, Any]:
+        """What `score.json` says; only for a finished run."""
+        content: dict[str, Any] = json.loads((self.folder / SCORE).read_text("utf-8"))
+        return content
+
+
+def config_folder() -> Path:
+    """The project's configurations: `configs/` of the checkout, or those in the package."""
+    package = Path(__file__).resolve().parent
+    checkout = package.parent / "configs"
+    return checkout if checkout.is_dir() else package / "share" / "configs"
+
+
+def plan(config_dir: Path, config_name: str, overrides: Sequence[str]) -> list[Run]:
+    """The runs that a configuration and its overrides mean: one for each combination of values.
+
+    As with Hydra's own sweeps, `model=a,b common.seed=1,2` are four runs.
+
+    Raises:
+        QKNormError: there is no such configuration, a key or value in it is unknown, or two of
+            the runs would share a folder.
+    """
+    swept: list[list[str]] = []
+    for override in overrides:
+        key, equals, values = override.partition("=")
+        if not equals:
+            raise QKNormError(f"{override!r} is not a setting: write key=value")
+        several = values.split(",") if re.fullmatch(r"[\w.+-]+(,[\w.+-]+)+", values) else [values]
+        swept.append([f"{key}={value}" for value in several])
+    with _hydra(config_dir, config_name):
+        runs = [
+            _resolve(config_dir, config_name, combination)
+            for combination in itertools.product(*swept)
+        ]
+    owners: dict[Path, Run] = {}
+    for run in runs:
+        other = owners.setdefault(run.folder, run)
+        if other is not run:
+            raise QKNormError(
+                f"{' '.join(other.overrides)} and {' '.join(run.overrides)} are both to be kept in "
+                f"{run.folder}: set checkpoint.save_dir so that it differs"
+            )
+    return runs
+
+
+@contextmanager
+def _hydra(config_dir: Path, config_name: str) -> Iterator[None]:
+    """Hydra with these files, and with all that fairseq and the plugin say of options."""
+    from fairseq.dataclass.initialize import hydra_init
+    from hydra import initialize_config_dir
+
+    if not (config_dir / f"{config_name}.yaml").is_file():
+        there = ", ".join(sorted(file.stem for file in config_dir.glob("*.yaml"))) or "none"
+        raise QKNormError(f"{config_dir / config_name}.yaml: no such file; there is {there}")
+    qknorm_fairseq.register()
+    hydra_init(config_name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fairseq matches files to schemas as Hydra 1.0 did
+        with initialize_config_dir(str(config_dir.resolve()), version_base=None):
+            yield
+
+
+def _resolve(config_dir: Path, config_name: str, overrides: tuple[str, ...]) -> Run:
+    from fairseq.dataclass.initialize import add_defaults
+    from hydra import compose
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        config = compose(config_name, overrides=list(overrides), return_hydra_config=True)
+        HydraConfig.instance().set_config(config)  # the files refer to ${hydra:job.name}
+        job = HydraConfig.get()
+        name, ablation = str(job.job.name), job.runtime.choices.get("ablation")
+        with open_dict(config):
+            del config["hydra"]
+        given = {group: set(config[group] or ()) for group in ("model", "task")}
+        add_defaults(config)
+        plain: Any = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise QKNormError(f"{config_dir / config_name}.yaml: {_reason(error)}") from None
+    for group, keys in given.items():
+        kind = plain[group]["_name"]
+        if unknown := sorted(keys - _options(group, kind)):
+            raise QKNormError(
+                f"{config_dir / config_name}.yaml: {group}.{unknown[0]}: {kind} has no such option"
+            )
+    return Run(
+        config_name,
+        overrides,
+        OmegaConf.create(plain),
+        name,
+        None if ablation in (None, "none") else str(ablation),
+    )
+
+
+def _options(group: str, name: str) -> set[str]:
+    """What a model or task may be told. fairseq's own Transformer is told what ours is."""
+    from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
+    from fairseq.tasks import TASK_DATACLASS_REGISTRY
+
+    if group == "task":
+        known = TASK_DATACLASS_REGISTRY.get(name)
+    else:
+        known = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name, name))
+        known = known or MODEL_DATACLASS_REGISTRY["transformer_qknorm"]
+    return {"_name", *known.__dataclass_fields__}
+
+
+def _reason(error: BaseException) -> str:
+    """An error of Hydra's and what it came from, in one line."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if "Config search path:" in lines:
+        lines = lines[: lines.index("Config search path:")]
+    # Hydra advises +key=value for a key that is not there; all that there are, are.
+    reason = " ".join(line for line in lines if line and "To append to your config" not in line)
+    cause = error.__cause__
+    return f"{reason}: {str(cause).splitlines()[0]}" if cause and str(cause) else reason

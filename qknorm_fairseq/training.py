@@ -1,0 +1,183 @@
+"""Training by fairseq-hydra-train, watched: a log, the numbers in it, and a progress bar."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.files import write_text
+from qknorm_fairseq.runs import BEST, CONFIG, LAST, Run
+
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+DONE = "training.done"
+HYDRA_LEAVES_NOTHING = (  # no folder and no file of its own: it writes to the console only
+    *("hydra.run.dir=.", "hydra.output_subdir=null"),
+    *("hydra.job_logging.root.handlers=[console]", "++hydra.job_logging.handlers.file.delay=true"),
+)
+LOG_LINE = re.compile(r"\[(train_inner|train|valid)\]\[INFO\] - (\{.*\})$")
+
+
+def train(run: Run) -> None:
+    """Run fairseq-hydra-train to its end, showing how far it is.
+
+    The end is the configured number of updates, or what else stops fairseq: epochs, or a learning
+    rate that got too small. It is given the configuration that the folder holds.
+
+    Raises:
+        QKNormError: fairseq failed; the message says what it said last, and where the log is.
+    """
+    max_update: int = run.config.optimization.max_update
+    begun = _updates_done(run.folder)
+    if (run.folder / DONE).is_file() or 0 < max_update <= begun:  # it would do one more update
+        return
+    if begun:
+        console.print(f"{run.title}: going on from update {begun}")
+    command = [
+        str(Path(sys.executable).with_name("fairseq-hydra-train")),
+        # Not --config-dir: fairseq has a folder of its own with a config.yaml, looked in before.
+        *("--config-path", str(run.folder.resolve()), "--config-name", Path(CONFIG).stem),
+        *HYDRA_LEAVES_NOTHING,
+        f"common.user_dir={Path(__file__).resolve().parent}",
+    ]
+    log_file = run.folder / "train.log"
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=_end_with_parent() if sys.platform == "linux" else None,
+    )
+    assert process.stdout is not None
+    try:
+        with (
+            log_file.open("a", encoding="utf-8") as log,
+            (run.folder / "train.jsonl").open("a", encoding="utf-8") as records,
+            _bar(run.title, max_update, begun) as show,
+        ):
+            for line in process.stdout:
+                log.write(line)
+                match = LOG_LINE.search(line)
+                if match:
+                    record = _numbers(match[1], json.loads(match[2]))
+                    print(json.dumps(record), file=records, flush=True)
+                    show(record)
+        code = process.wait()
+    finally:
+        if process.poll() is None:  # we were interrupted: so is the training
+            process.terminate()
+            process.wait()
+    if code:
+        reason = _last_error(log_file.read_text("utf-8"))
+        raise QKNormError(f"training failed: {reason} (exit status {code}; see {log_file})")
+    write_text(run.folder / DONE, "")
+
+
+def _end_with_parent() -> Callable[[], object]:
+    """For a child to call: Linux then ends it when we end, even if we are killed.
+
+    A training that goes on unseen would write into the folder of the one started after it.
+    """
+    prctl, set_parent_death_signal = ctypes.CDLL(None).prctl, 1
+    return lambda: prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def _last_error(log: str) -> str:
+    """The last unindented line and what is indented below it: how Python and Hydra say it."""
+    lines = [line for line in log.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line]
+    begins = [number for number, line in enumerate(lines) if not line[0].isspace()]
+    return " ".join(" ".join(lines[begins[-1] :]).split()) if begins else "it said nothing"
+
+
+def _numbers(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """fairseq's log record with its numbers as numbers and without its prefixes."""
+    record: dict[str, Any] = {"kind": kind}
+    for key, value in values.items():
+        try:
+            record[key.removeprefix(f"{kind}_")] = float(value)
+        except (TypeError, ValueError):
+            record[key.removeprefix(f"{kind}_")] = value
+    return record
+
+
+@contextmanager
+def _bar(title: str, total: int, begun: int) -> Iterator[Any]:
+    """A progress bar at a terminal, a line now and then in a file. `total` 0: nobody knows."""
+    latest = {"loss": "", "dev": ""}
+    last_line = time.monotonic()
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.completed:.0f}{task.fields[of]}{task.fields[state]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        of = f"/{total}" if total else " updates"
+        task = progress.add_task(
+            title, total=total or None, completed=begun, of=of, state=" starting"
+        )
+
+        def show(record: Mapping[str, Any]) -> None:
+            nonlocal last_line
+            if record["kind"] == "valid" and "bleu" in record:
+                latest["dev"] = f", dev BLEU {record['bleu']:.1f}"
+            elif record["kind"] == "valid":
+                latest["dev"] = f", dev perplexity {record['ppl']:.1f}"
+            elif record["kind"] == "train_inner":
+                latest["loss"] = f", perplexity {record['ppl']:.1f}"
+            done = record.get("num_updates", 0)
+            state = latest["loss"] + latest["dev"]
+            progress.update(task, completed=done, state=state)
+            if not console.is_terminal and time.monotonic() - last_line > 20:
+                last_line = time.monotonic()
+                of = f" of {total}" if total else ""
+                console.print(f"{title}: update {done:.0f}{of}{state}")
+
+        yield show
+
+
+def _updates_done(folder: Path) -> int:
+    """Updates in the folder's last checkpoint, mended if need be; 0 without one."""
+    last = folder / LAST
+    if not last.is_file():
+        return 0
+    try:
+        updates: int = progress_of(last)["updates"]
+    except QKNormError:
+        # fairseq writes the best checkpoint whole or not at all, then copies it over the last
+        # one: it was stopped in the middle of that.
+        updates = progress_of(folder / BEST)["updates"]
+        shutil.copyfile(folder / BEST, last)
+    return updates
+
+
+def progress_of(checkpoint: Path) -> dict[str, Any]:
+    """Updates, seconds and target tokens that went into a checkpoint, over all its resumptions.
+
+    Raises:
+        QKNormError: there is no such checkpoint, or it is damaged.
+    """
+    from qknorm_fairseq.checkpoints import load
+
+    state = load(checkpoint)
+    meters = {key: value for _, key, _, value in state["extra_state"]["metrics"]["default"]}
+    return {
+        "updates": state["optimizer_history"][-1]["num_updates"],
+        "seconds": float(meters["train_wall"]["sum"]),
+        "tokens": float(meters["wpb"]["sum"]),
+    }
