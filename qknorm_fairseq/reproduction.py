@@ -7,6 +7,7 @@ what was interrupted goes on.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from qknorm_fairseq.experiment import run_all
 from qknorm_fairseq.fetch import fetch
 from qknorm_fairseq.prepared_data import prepare_corpus
 from qknorm_fairseq.progress import Steps
-from qknorm_fairseq.runs import config_folder, plan
+from qknorm_fairseq.runs import Run, config_folder, plan
 from qknorm_fairseq.training import console
 
 PAPER_CORPORA = {
@@ -45,7 +46,7 @@ def main(
     tiny: Annotated[bool, typer.Option("--tiny", help="2+2 layers, a few minutes a run.")] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="Without a GPU.")] = False,
     fp16: Annotated[bool, typer.Option("--fp16", help="Half precision (GPU).")] = False,
-    bf16: Annotated[bool, typer.Option("--bf16", help="The same with bfloat16.")] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16, on a CPU as well.")] = False,
     gpus: Annotated[int, typer.Option(min=1, help="Share each batch among so many GPUs.")] = 1,
     local: Annotated[
         Path | None, typer.Option("--from", help="Folder with the corpus's published files.")
@@ -64,45 +65,61 @@ def main(
         raise typer.BadParameter(f"no pair {pair!r}; there is {', '.join(PAPER_CORPORA)}")
     if fp16 and bf16:
         raise typer.BadParameter("give either --fp16 or --bf16")
-    check_device(cpu=cpu, gpus=gpus, half="--fp16" if fp16 else "--bf16" if bf16 else None)
+    check_device(cpu=cpu, gpus=gpus, fp16=fp16)
     corpus = corpus or PAPER_CORPORA[pair]
     chosen = models or ",".join(f"{model}_tiny" if tiny else model for model in MODELS)
+    if cpu and bf16 and "transformer" in chosen.split(","):
+        raise QKNormError("fairseq's own transformer has no bfloat16 on a CPU: leave out --bf16")
     overrides = [
         *(f"model={chosen}", f"common.seed={seeds}", f"corpus={corpus}"),
         *(["size=tiny"] if tiny else []),
         *(["common.cpu=true"] if cpu else []),
-        *(["common.fp16=true"] if fp16 else ["common.bf16=true"] if bf16 else []),
+        *(["common.fp16=true"] if fp16 else []),
+        # fairseq's own bfloat16 needs a GPU; fairseq's own Transformer then has none on a CPU.
+        *([f"{'model.bf16_autocast' if cpu else 'common.bf16'}=true"] if bf16 else []),
         *(settings or []),
     ]
-    configs, name = config_folder(), pair.replace("-", "_")
     known, local = load_registry(registry), local and local.resolve()
     os.chdir(folder)
     steps = Steps(console)
-    runs = plan(configs, name, overrides)  # before hours of work: are the settings right?
-    if gpus > 1:
-        each = runs[0].config.dataset.max_tokens // gpus
-        overrides += [
-            f"distributed_training.distributed_world_size={gpus}",
-            f"dataset.max_tokens={each}",
-        ]
-        runs = plan(configs, name, overrides)
+    runs = plan_shared(pair, overrides, gpus)  # before hours of work: are the settings right?
     fetch(corpus, pair, DATA, local=local, mirror=mirror, registry=known)
     steps.done(f"{pair} {corpus}: fetched")
-    description = prepare_corpus(corpus, pair, data_dir=DATA, say=lambda line: None)
+    description = prepare_corpus(
+        corpus,
+        pair,
+        data_dir=DATA,
+        vocab_size=known.corpus(corpus).vocab_size,
+        say=lambda line: None,
+    )
     sentences = ", ".join(f"{split} {count:,}" for split, count in description.sentences.items())
     steps.done(f"{pair} {corpus}: prepared ({sentences})")
     run_all(runs, steps)
 
 
-def check_device(*, cpu: bool, gpus: int, half: str | None) -> None:
+def plan_shared(pair: str, overrides: Sequence[str], gpus: int) -> list[Run]:
+    """The pair's runs, each batch shared among so many GPUs: an update sees as much as with one."""
+    configs, name = config_folder(), pair.replace("-", "_")
+    runs = plan(configs, name, overrides)
+    if gpus == 1:
+        return runs
+    shared = (
+        f"distributed_training.distributed_world_size={gpus}",
+        f"dataset.max_tokens={runs[0].config.dataset.max_tokens // gpus}",
+    )
+    return plan(configs, name, [*overrides, *shared])
+
+
+def check_device(*, cpu: bool, gpus: int, fp16: bool) -> None:
     """
     Raises:
         QKNormError: this machine does not have what is asked for.
     """
     there = torch.cuda.device_count()
     if cpu:
-        if half or gpus > 1:
-            raise QKNormError(f"{half or '--gpus'} is for GPUs: leave it out, or leave out --cpu")
+        if fp16 or gpus > 1:
+            option = "--fp16" if fp16 else "--gpus"
+            raise QKNormError(f"{option} is for GPUs: leave it out, or leave out --cpu")
     elif not there:
         raise QKNormError("no GPU found; --cpu does without, best with --tiny")
     elif gpus > there:

@@ -13,7 +13,8 @@
 #   --seeds 1,2,3    a run for each; default: 1
 #   --tiny           2+2 layers and few updates; the default models are then the ..._tiny ones
 #   --cpu            without a GPU
-#   --fp16, --bf16   half precision, on a GPU
+#   --fp16           half precision, on a GPU
+#   --bf16           bfloat16, on a GPU or a CPU (quick on those that have it: AMX, AVX-512 BF16)
 #   --gpus N         share each batch among N GPUs
 #   --from DIR       the corpus's published files are in this folder; no download
 #   --mirror URL     download them from there

@@ -41,14 +41,17 @@ from omegaconf import II, DictConfig, OmegaConf, open_dict
 from torch import Tensor, nn
 
 from qknorm_fairseq import checkpoints
+from qknorm_fairseq.memory import keep_freed_memory
 from qknorm_fairseq.modules.attention import (
     G_PER,
     NORMS,
     QKNormMultiheadAttention,
     g0_from_length,
 )
+from qknorm_fairseq.modules.dropout import FastDropout, dropout
 from qknorm_fairseq.modules.embeddings import FixNormEmbedding, OutputProjection
 from qknorm_fairseq.modules.initialization import small_init
+from qknorm_fairseq.modules.packing import Layout, Packed
 from qknorm_fairseq.modules.scale_norm import ScaleNorm
 from qknorm_fairseq.modules.word_dropout import drop_words
 
@@ -117,6 +120,20 @@ class QKNormOptions(FairseqDataclass):  # type: ignore[misc]
         metadata={
             "help": "predict only tokens that the target side of the training text has; with "
             "label smoothing this needs --criterion label_smoothed_cross_entropy_allowed"
+        },
+    )
+    fast: bool = field(
+        default=True,
+        metadata={
+            "help": "the fast path of training: no work on padding, dropout masks that cost "
+            "little on a CPU; off, it is fairseq's own way, with the same results"
+        },
+    )
+    bf16_autocast: bool = field(
+        default=False,
+        metadata={
+            "help": "compute matrix products in bfloat16 (for --cpu, where fairseq's own "
+            "--bf16 can't; weights, norms, softmax and loss stay in full precision)"
         },
     )
 
@@ -204,7 +221,36 @@ def _attention(
     )
 
 
-class QKNormEncoderLayer(TransformerEncoderLayerBase):  # type: ignore[misc]
+class _FastLayer:
+    """The layers' dropout by masks that cost little, together with what stands beside it."""
+
+    def make_fast(self, cfg: Any) -> None:
+        layer: Any = self
+        layer.residual_dropout = FastDropout(layer.dropout_module)
+        layer.dropout_module = nn.Identity()  # residual_connection does it
+        relu = cfg.activation_fn == "relu"
+        layer.activation_dropout_module = FastDropout(
+            layer.activation_dropout_module, after_relu=relu
+        )
+        if relu:
+            layer.activation_fn = nn.Identity()
+        for attention in (layer.self_attn, getattr(layer, "encoder_attn", None)):
+            if attention is not None:
+                attention.dropout_module = FastDropout(attention.dropout_module)
+
+    def residual_connection(self, x: Tensor, residual: Tensor) -> Tensor:
+        layer: Any = self
+        if hasattr(layer, "residual_dropout"):
+            return layer.residual_dropout.add(x, residual)  # type: ignore[no-any-return]
+        return super().residual_connection(x, residual)  # type: ignore[misc, no-any-return]
+
+
+class QKNormEncoderLayer(_FastLayer, TransformerEncoderLayerBase):  # type: ignore[misc]
+    def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(cfg, *args, **kwargs)
+        if cfg.fast:
+            self.make_fast(cfg)
+
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         heads, xformers = cfg.encoder.attention_heads, cfg.encoder.xformers_att_config
         return _attention(
@@ -212,7 +258,12 @@ class QKNormEncoderLayer(TransformerEncoderLayerBase):  # type: ignore[misc]
         )
 
 
-class QKNormDecoderLayer(TransformerDecoderLayerBase):  # type: ignore[misc]
+class QKNormDecoderLayer(_FastLayer, TransformerDecoderLayerBase):  # type: ignore[misc]
+    def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(cfg, *args, **kwargs)
+        if cfg.fast:
+            self.make_fast(cfg)
+
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
     ) -> nn.Module:
@@ -248,14 +299,52 @@ def _wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
     return fsdp_wrap(layer, min_num_params=min_params)  # type: ignore[no-any-return]
 
 
+def _embedded(side: Any, tokens: Tensor, layout: Layout) -> Tensor:
+    """An encoder's or decoder's input, N x 1 x C, as fairseq makes it with padding."""
+    x = side.embed_scale * side.embed_tokens(layout.pack(tokens.unsqueeze(2)).squeeze(1))
+    if side.embed_positions is not None:
+        x = x + layout.pack(side.embed_positions(tokens))
+    if side.layernorm_embedding is not None:
+        x = side.layernorm_embedding(x)
+    return dropout(x, side.dropout_module.p).unsqueeze(1)
+
+
 class QKNormEncoder(TransformerEncoderBase):  # type: ignore[misc]
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
         return _wrapped(QKNormEncoderLayer(cfg, return_fc=self.return_fc), cfg)
+
+    def forward_packed(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """B x T tokens to their N x 1 x C states, while training."""
+        x = _embedded(self, tokens, layout)
+        mask = layout.padding[:, None, None, :] if len(layout.pads) else None
+        for layer in self.layers:
+            x = layer(x, encoder_padding_mask=Packed(layout, layout, mask))
+        return x if self.layer_norm is None else self.layer_norm(x)
 
 
 class QKNormDecoder(TransformerDecoderBase):  # type: ignore[misc]
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         return _wrapped(QKNormDecoderLayer(cfg, no_encoder_attn), cfg)
+
+    def forward_packed(
+        self, tokens: Tensor, layout: Layout, encoded: Tensor, source: Layout
+    ) -> Tensor:
+        """B x T tokens and the encoder's states to N x C features, while training."""
+        x = _embedded(self, tokens, layout)
+        size = (layout.length, layout.length)
+        mask = torch.ones(size, dtype=torch.bool, device=x.device).triu(1)
+        # Behind padding at the end of a sentence no token looks at it anyway.
+        if not bool((layout.padding[:, 1:] >= layout.padding[:, :-1]).all()):
+            mask = mask | layout.padding[:, None, None, :]
+        own = Packed(layout, layout, mask)
+        across = Packed(
+            layout, source, source.padding[:, None, None, :] if len(source.pads) else None
+        )
+        for layer in self.layers:
+            x, _, _ = layer(x, encoded, across, self_attn_padding_mask=own)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        return x.squeeze(1)
 
 
 class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
@@ -264,6 +353,7 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
     options: type[QKNormOptions]  # with the architecture's defaults
     unk: int
     pad: int
+    packs: bool  # whether it trains without padding
 
     @classmethod
     def add_args(cls, parser: argparse.ArgumentParser) -> None:
@@ -301,6 +391,7 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
             logger.info(f"QKNorm: g starts from {nested.qknorm_g0:.4g}")
         model: TransformerQKNorm = super().build_model(nested, task)
         model.unk, model.pad = task.source_dictionary.unk(), task.source_dictionary.pad()
+        model.packs = nested.fast and not _unpackable(nested)
         if nested.residual_norm == "scale":
             replace_layer_norms(model)
         if nested.fixnorm or nested.output_bias or nested.logit_mask:
@@ -335,7 +426,25 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
         if self.training and p > 0:
             src_tokens = drop_words(src_tokens, p, unk=self.unk, pad=self.pad)
             prev_output_tokens = drop_words(prev_output_tokens, p, unk=self.unk, pad=self.pad)
-        return super().forward(src_tokens, src_lengths, prev_output_tokens, **kwargs)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.cfg.bf16_autocast):
+            if self.training and self.packs and not kwargs:
+                return self._forward_packed(src_tokens, prev_output_tokens)
+            return super().forward(src_tokens, src_lengths, prev_output_tokens, **kwargs)
+
+    def _forward_packed(self, src_tokens: Tensor, prev_output_tokens: Tensor) -> Any:
+        """The same, but for what is made of padding: its logits are 0."""
+        if src_tokens.device.type == "cpu":
+            keep_freed_memory()
+        # oneDNN, which does bfloat16, compiles its kernels for each size and keeps them.
+        multiple = 64 if self.cfg.bf16_autocast else 1
+        source = Layout(src_tokens.eq(self.pad), multiple)
+        target = Layout(prev_output_tokens.eq(self.pad), multiple)
+        encoded = self.encoder.forward_packed(src_tokens, source)
+        if self.cfg.bf16_autocast:  # once for all layers
+            encoded = encoded.bfloat16()
+        features = self.decoder.forward_packed(prev_output_tokens, target, encoded, source)
+        logits = target.unpack(self.decoder.output_layer(features))
+        return logits, {"attn": [None], "inner_states": None}
 
     @classmethod
     def build_encoder(cls, cfg: Any, src_dict: Any, embed_tokens: nn.Module) -> QKNormEncoder:
@@ -355,6 +464,20 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
         added = sum(key.endswith("attn.g") for key in state_dict) - known
         if added:
             logger.info(f"QKNorm: {added} attentions of the checkpoint have no g; it starts anew")
+
+
+def _unpackable(cfg: Any) -> bool:
+    """Options whose code in fairseq needs the padded shape."""
+    return bool(
+        cfg.adaptive_softmax_cutoff is not None
+        or cfg.no_cross_attention
+        or cfg.cross_self_attention
+        or cfg.quant_noise.pq
+        or cfg.quant_noise.scalar
+        or cfg.base_layers
+        or cfg.decoder.input_dim != cfg.decoder.embed_dim
+        or cfg.decoder.output_dim != cfg.decoder.embed_dim
+    )
 
 
 def starting_g(g0: float | None, length: float | None, data: str | None) -> float:

@@ -18,6 +18,8 @@ import torch
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
+from qknorm_fairseq.modules.packing import Packed
+
 NORMS = ("l2", "rms", "layer", "none")
 G_PER = ("module", "head", "fixed")
 
@@ -49,6 +51,11 @@ def unit(x: Tensor) -> Tensor:
     """
     shortest = max(1e-12, torch.finfo(x.dtype).tiny)
     wide = x if x.dtype == torch.float64 else x.float()
+    if x.device.type == "cpu":  # elsewhere it would cost more to ask than to be careful
+        norm = torch.linalg.vector_norm(wide.detach(), dim=-1, keepdim=True)
+        if norm.numel() and norm.max() < math.inf:
+            reciprocal = torch.where(norm > shortest, norm.reciprocal(), 0)
+            return _Unit.apply(wide, reciprocal).type_as(x)  # type: ignore[no-any-return, no-untyped-call]
     # The direction doesn't depend on the length, so the length is first taken out roughly, as a
     # constant: the squares of what remains can't overflow, and the gradient stays the right one.
     largest = wide.detach().abs().amax(-1, keepdim=True).clamp_min(shortest)
@@ -58,6 +65,22 @@ def unit(x: Tensor) -> Tensor:
     has_direction = norm.detach() * largest > shortest
     normed: Tensor = wide / norm.clamp_min(0.5) * has_direction
     return normed.type_as(x)
+
+
+class _Unit(torch.autograd.Function):
+    """y = x / |x|, given 1 / |x|; backward dx = (dy - y (y . dy)) / |x|."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reciprocal: Tensor) -> Tensor:
+        y = x * reciprocal
+        ctx.save_for_backward(y, reciprocal)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        y, reciprocal = ctx.saved_tensors
+        along = (y * grad).sum(-1, keepdim=True)
+        return torch.addcmul(grad, y, along, value=-1).mul_(reciprocal), None
 
 
 class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
@@ -130,7 +153,7 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
         self.k_scale = nn.Parameter(torch.ones(shape)) if elementwise_scale else None
 
     def normalized(self, x: Tensor, scale: Tensor | None) -> Tensor:
-        """Queries or keys, B x H x T x head_dim, as they enter the dot product."""
+        """Queries or keys, (..., H, head_dim), as they enter the dot product."""
         if self.norm == "l2":
             parts = x.reshape(*x.shape[:-1], self.groups, -1)
             x = unit(parts).flatten(-2)
@@ -138,7 +161,13 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
             x = unit(x) * self.head_dim**0.5
         elif self.norm == "layer":
             x = unit(x - x.mean(-1, keepdim=True)) * self.head_dim**0.5
-        return x if scale is None else x * scale
+        return x if scale is None else x * scale.squeeze(1)
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """Normalized queries, (..., H, head_dim), times `g` (or 1 / sqrt(head_dim))."""
+        if self.g is None:
+            return q * float(self.scaling)
+        return q * (self.g.squeeze(1) if self.g.dim() else self.g)
 
     def extra_repr(self) -> str:
         parts = [f"{self.embed_dim}, num_heads={self.num_heads}, norm={self.norm}"]
@@ -153,7 +182,7 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        key_padding_mask: Tensor | None = None,
+        key_padding_mask: Tensor | Packed | None = None,
         incremental_state: IncrementalState | None = None,
         need_weights: bool = True,
         static_kv: bool = False,
@@ -168,7 +197,8 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
         Args:
             query: T x B x embed_dim.
             key, value: S x B x kdim and S x B x vdim; None where `static_kv` and cached.
-            key_padding_mask: B x S, true at keys that are padding.
+            key_padding_mask: B x S, true at keys that are padding; or how queries and keys
+                without padding are laid out, which are then N x 1 x embed_dim.
             incremental_state: cache of decoding; new keys and values are appended to it.
             need_weights: return the weights, averaged over the heads (B x T x S).
             static_kv: the keys are the same at each step (encoder-decoder attention).
@@ -179,13 +209,17 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
         Returns:
             the output (T x B x embed_dim), and the weights before dropout or None.
         """
+        if isinstance(key_padding_mask, Packed):
+            assert key is not None
+            return self._attend_packed(query, key, key_padding_mask), None
+        padding: Tensor | None = key_padding_mask
         tgt_len, bsz, _ = query.size()
         cache = {} if incremental_state is None else self._get_input_buffer(incremental_state)
 
         # Project, split into heads, normalize.
         if static_kv and "prev_key" in cache:
             k, v = cache["prev_key"], cache["prev_value"]
-            key_padding_mask = cache.get("prev_key_padding_mask")
+            padding = cache.get("prev_key_padding_mask")
         else:
             assert key is not None and value is not None
             if (
@@ -196,20 +230,20 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
             ):
                 # Decoding repeats each sentence for each hypothesis of the beam: once is enough.
                 key, value = key[:, :: self.beam_size], value[:, :: self.beam_size]
-                if key_padding_mask is not None:
-                    key_padding_mask = key_padding_mask[:: self.beam_size]
+                if padding is not None:
+                    padding = padding[:: self.beam_size]
             k, v = self.k_proj(key), self.v_proj(value)
             if self.bias_k is not None:
                 k = torch.cat([k, self.bias_k.expand(-1, k.size(1), -1)])
                 v = torch.cat([v, self.bias_v.expand(-1, v.size(1), -1)])
-                key_padding_mask, attn_mask = self._pad_masks(key_padding_mask, attn_mask)
-            k = self.normalized(self._split_heads(k), self.k_scale)
-            v = self._split_heads(v)
+                padding, attn_mask = self._pad_masks(padding, attn_mask)
+            k = self.normalized(self._heads(k), self.k_scale).permute(1, 2, 0, 3)
+            v = self._heads(v).permute(1, 2, 0, 3)
             if "prev_key" in cache:
                 k = torch.cat([cache["prev_key"], k], dim=2)
                 v = torch.cat([cache["prev_value"], v], dim=2)
-                key_padding_mask = self._append_prev_key_padding_mask(
-                    key_padding_mask,
+                padding = self._append_prev_key_padding_mask(
+                    padding,
                     cache.get("prev_key_padding_mask"),
                     k.size(0),
                     k.size(2),
@@ -217,15 +251,15 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
                 )
             if incremental_state is not None:
                 cache["prev_key"], cache["prev_value"] = k, v
-                cache["prev_key_padding_mask"] = key_padding_mask
+                cache["prev_key_padding_mask"] = padding
                 self._set_input_buffer(incremental_state, cache)
-        q = self.normalized(self._split_heads(self.q_proj(query)), self.q_scale)
-        q = q * (self.scaling if self.g is None else self.g)
+        q = self.normalized(self._heads(self.q_proj(query)), self.q_scale)
+        q = self.scaled(q).permute(1, 2, 0, 3)
 
         if self.add_zero_attn:
             k = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
             v = torch.cat([v, torch.zeros_like(v[:, :, :1])], dim=2)
-            key_padding_mask, attn_mask = self._pad_masks(key_padding_mask, attn_mask)
+            padding, attn_mask = self._pad_masks(padding, attn_mask)
 
         # The hypotheses of one sentence (`beam` of them; 1 outside decoding) share its keys:
         # they are simply more queries.
@@ -240,9 +274,9 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
                 logits = logits.masked_fill(attn_mask, float("-inf"))
             else:
                 logits = logits + attn_mask
-        if key_padding_mask is not None:
-            padding = key_padding_mask.bool().view(sentences, 1, 1, 1, src_len)
-            logits = logits.masked_fill(padding, float("-inf"))
+        if padding is not None:
+            masked = padding.bool().view(sentences, 1, 1, 1, src_len)
+            logits = logits.masked_fill(masked, float("-inf"))
         if before_softmax:
             return logits.transpose(1, 2).reshape(-1, tgt_len, src_len), v.flatten(0, 1)
 
@@ -258,10 +292,33 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
         weights = weights.transpose(0, 1).reshape(heads, bsz, tgt_len, src_len)
         return output, weights if need_head_weights else weights.mean(dim=0)
 
-    def _split_heads(self, x: Tensor) -> Tensor:
-        """T x B x embed_dim to B x H x T x head_dim."""
-        length, bsz, _ = x.shape
-        return x.view(length, bsz, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
+    def _heads(self, x: Tensor) -> Tensor:
+        """(..., embed_dim) to (..., H, head_dim)."""
+        return x.view(*x.shape[:-1], self.num_heads, self.head_dim)
+
+    def _attend_packed(self, query: Tensor, key: Tensor, packed: Packed) -> Tensor:
+        """The same for N x 1 x embed_dim queries and M x 1 x embed_dim keys without padding.
+
+        Under autocast only the projections are in lower precision.
+        """
+        device = query.device.type
+        query, same = query.squeeze(1), key is query
+        if torch.is_autocast_enabled(device):  # once for all projections
+            query = query.to(torch.get_autocast_dtype(device))
+        key = query if same else key.squeeze(1)
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(key)
+        with torch.autocast(device, enabled=False):
+            q = self.scaled(self.normalized(self._heads(q.float()), self.q_scale))
+            k = self.normalized(self._heads(k.float()), self.k_scale)
+            q, k = packed.queries.to_heads(q), packed.keys.to_heads(k)
+            v = packed.keys.to_heads(self._heads(v.float()))
+            logits = torch.matmul(q, k.transpose(2, 3))
+            if packed.mask is not None:
+                logits = logits.masked_fill(packed.mask, float("-inf"))
+            weights = self.dropout_module(torch.softmax(logits, dim=-1))
+            attended = packed.queries.from_heads(torch.matmul(weights, v))
+        output: Tensor = self.out_proj(attended.flatten(1)).unsqueeze(1)
+        return output
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
         """Let the weights of a plain attention in; what they lack starts as in a new module."""
