@@ -17,7 +17,7 @@ from typing import Any, List  # noqa: UP035 - fairseq knows no `list[float]`
 import torch
 from fairseq.dataclass import FairseqDataclass
 from fairseq.optim import FairseqOptimizer, register_optimizer
-from omegaconf import II, ListConfig, OmegaConf
+from omegaconf import II, ListConfig
 
 
 @dataclass
@@ -50,7 +50,7 @@ class FusedAdam(FairseqOptimizer):  # type: ignore[misc]
     def __init__(self, cfg: Any, params: Any) -> None:
         super().__init__(cfg)
         betas = cfg.adam_betas
-        betas = eval_pair(betas) if isinstance(betas, str) else tuple(OmegaConf.to_object(betas))
+        betas = eval_pair(betas) if isinstance(betas, str) else tuple(betas)
         self._optimizer = _Adam(
             params,
             lr=cfg.lr[0] if isinstance(cfg.lr, (Sequence, ListConfig)) else cfg.lr,

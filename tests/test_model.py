@@ -89,7 +89,7 @@ def test_transformer_qknorm_is_the_papers_model(prepared: Path) -> None:
         assert layer.normalize_before
         assert (layer.fc1.in_features, layer.fc1.out_features) == (512, 2048)
         assert layer.self_attn.num_heads == 8
-        assert layer.dropout_module.p == 0.3
+        assert layer.residual_dropout.p == 0.3
         assert layer.activation_dropout_module.p == 0.3
         assert layer.self_attn.dropout_module.p == 0.3
     assert isinstance(model.encoder.layer_norm, nn.LayerNorm)

@@ -335,7 +335,10 @@ class QKNormDecoder(TransformerDecoderBase):  # type: ignore[misc]
         mask = torch.ones(size, dtype=torch.bool, device=x.device).triu(1)
         # Behind padding at the end of a sentence no token looks at it anyway.
         if not bool((layout.padding[:, 1:] >= layout.padding[:, :-1]).all()):
-            mask = mask | layout.padding[:, None, None, :]
+            # Each still attends to itself: a row of softmax without anything would be NaN.
+            mask = mask | layout.padding[:, None, None, :] & ~torch.eye(
+                layout.length, dtype=torch.bool, device=x.device
+            )
         own = Packed(layout, layout, mask)
         across = Packed(
             layout, source, source.padding[:, None, None, :] if len(source.pads) else None

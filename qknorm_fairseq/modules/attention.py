@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
@@ -303,22 +304,41 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
         """
         device = query.device.type
         query, same = query.squeeze(1), key is query
-        if torch.is_autocast_enabled(device):  # once for all projections
+        autocast = torch.is_autocast_enabled(device)
+        if autocast:  # once for all projections
             query = query.to(torch.get_autocast_dtype(device))
         key = query if same else key.squeeze(1)
-        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(key)
+        projected = self.q_proj(query), self.k_proj(key), self.v_proj(key)
         with torch.autocast(device, enabled=False):
-            q = self.scaled(self.normalized(self._heads(q.float()), self.q_scale))
-            k = self.normalized(self._heads(k.float()), self.k_scale)
-            q, k = packed.queries.to_heads(q), packed.keys.to_heads(k)
-            v = packed.keys.to_heads(self._heads(v.float()))
-            logits = torch.matmul(q, k.transpose(2, 3))
-            if packed.mask is not None:
-                logits = logits.masked_fill(packed.mask, float("-inf"))
-            weights = self.dropout_module(torch.softmax(logits, dim=-1))
-            attended = packed.queries.from_heads(torch.matmul(weights, v))
+            q, k, v = (self._heads(x.float() if autocast else x) for x in projected)
+            q = packed.queries.to_heads(self.scaled(self.normalized(q, self.q_scale)))
+            k = packed.keys.to_heads(self.normalized(k, self.k_scale))
+            attended = self._dot_product(
+                q, k, packed.keys.to_heads(v), packed.mask, fused=device != "cpu"
+            )
+            attended = packed.queries.from_heads(attended)
         output: Tensor = self.out_proj(attended.flatten(1)).unsqueeze(1)
         return output
+
+    def _dot_product(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, fused: bool
+    ) -> Tensor:
+        """softmax(q k^T + mask) v, for B x H x T x d queries and B x H x S x d keys and values.
+
+        `fused` is by torch's kernels for GPUs; on a CPU they are the slower ones with dropout.
+        """
+        if fused:
+            p = self.dropout_module.p if self.dropout_module.training else 0.0
+            allowed = None if mask is None else ~mask
+            return F.scaled_dot_product_attention(
+                q, k.type_as(q), v.type_as(q), attn_mask=allowed, dropout_p=p, scale=1.0
+            )
+        logits = torch.matmul(q, k.transpose(2, 3))
+        if mask is not None:
+            logits = logits.masked_fill(mask, float("-inf"))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        weights = torch.softmax(logits, dim=-1, dtype=wide).type_as(logits)
+        return torch.matmul(self.dropout_module(weights), v)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
         """Let the weights of a plain attention in; what they lack starts as in a new module."""
