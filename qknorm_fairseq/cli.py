@@ -298,6 +298,49 @@ def score(
         print(f"{title:<17}{getattr(scores, name):6.2f}   {scores.signatures[name]}")
 
 
+@app.command()
+def bench(
+    kind: Annotated[str, typer.Argument(help="train or decode.")],
+    size: Annotated[str, typer.Option(help="tiny (2+2 layers, 256) or full (6+6, 512).")] = "tiny",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    turns: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 5,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sentences at a time (decode).")] = 32,
+    as_json: Json = False,
+) -> None:
+    """Speed against fairseq's own transformer: ratios, measured in turns on this machine."""
+    from dataclasses import asdict
+
+    from qknorm_fairseq import bench as benchmark
+    from qknorm_fairseq.environment import machine
+
+    for value, known in ((kind, ("train", "decode")), (size, tuple(benchmark.SIZES))):
+        if value not in known:
+            raise typer.BadParameter(f"{value!r}: there is {' and '.join(known)}")
+    if device != "cpu":
+        import torch
+
+        if device != "cuda" or not torch.cuda.is_available():
+            raise QKNormError(f"--device {device}: not on this machine")
+    options = {"size": size, "device": device, "turns": turns, "batch_size": batch_size}
+    found = benchmark.bench(kind, **options, say=say)  # type: ignore[arg-type]
+    on = machine()
+    if as_json:
+        results = [asdict(result) for result in found["results"]]
+        print(json.dumps(found | {"results": results, "machine": on}))
+        return
+    unit = found["unit"]
+    print(f"{'':<22}{unit:>16}  ratio (least - most)   peak MB")
+    for each in found["results"]:
+        ratio, least, most = each.ratio
+        print(
+            f"{each.variant:<22}{each.per_second:>16,.1f}  {ratio:.2f} ({least:.2f} - {most:.2f})"
+            f"{each.peak_mb:>13,.0f}"
+        )
+    print(f"{turns} turns; {100 * found['padding']:.0f}% of the batches is padding")
+    packages = ", ".join(f"{name} {v}" for name, v in on["packages"].items() if v)
+    print(f"{on['processor']}, {on['cores']} cores; Python {on['python']}; {packages}")
+
+
 def main() -> None:
     """The `qknorm` command."""
     run_app(app)

@@ -23,6 +23,13 @@ def environment(run: Run) -> dict[str, Any]:
         "command": f"{COMMAND} {shlex.join((run.config_name, *run.overrides))}",
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": _git_commit(),
+        **machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Versions and hardware."""
+    return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": _processor(),

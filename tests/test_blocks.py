@@ -370,6 +370,20 @@ def test_word_dropout_of_the_architectures_is_a_tenth(data: Path, arch: str) -> 
     assert tiny.build(data, arch=arch).model.cfg.word_dropout == 0.1
 
 
+def test_the_normed_table_of_a_search_follows_the_weights() -> None:
+    """Without gradients it is computed once; a step of the optimizer or a load makes it anew."""
+    weight = torch.nn.Parameter(torch.randn(6, 4))
+    layer = OutputProjection(weight, fixnorm=True, bias=False, allowed=None)
+    features = torch.randn(3, 4)
+    for change in (lambda: None, lambda: weight.mul_(torch.rand(6, 4)), lambda: weight.zero_()):
+        with torch.no_grad():
+            change()
+        expected = layer(features)  # with gradients: from the weights as they are
+        with torch.inference_mode():
+            torch.testing.assert_close(layer(features), expected.detach())
+            torch.testing.assert_close(layer(features), expected.detach())
+
+
 # ---------------------------------------------------------------------------------------------
 # Logit mask
 # ---------------------------------------------------------------------------------------------

@@ -56,6 +56,18 @@ class OutputProjection(nn.Module):
         self.register_buffer("allowed", allowed)
 
     def forward(self, features: Tensor) -> Tensor:
-        weight = unit(self.weight) if self.fixnorm else self.weight
-        logits = F.linear(features, weight, self.bias)
+        logits = F.linear(features, self._rows(), self.bias)
         return logits if self.allowed is None else logits.masked_fill(~self.allowed, float("-inf"))
+
+    def _rows(self) -> Tensor:
+        """The table as it is multiplied with. A search asks for it at each step: once is enough."""
+        if not self.fixnorm:
+            return self.weight
+        if torch.is_grad_enabled():
+            return unit(self.weight)
+        state = (self.weight._version, self.weight.data_ptr(), self.weight.dtype)
+        if self._known is None or self._known[0] != state:
+            self._known = (state, unit(self.weight))
+        return self._known[1]
+
+    _known: tuple[object, Tensor] | None = None
