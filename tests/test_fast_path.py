@@ -86,6 +86,26 @@ def test_bfloat16_is_within_its_rounding(data: Path, arch: str) -> None:
         assert error < 0.1 * gradient.norm() + 0.01 * longest, name
 
 
+def test_a_short_training_goes_the_same_way(data: Path) -> None:
+    """30 updates without dropout, in double precision, where rounding has no time to grow."""
+    ways = []
+    for switch in ((), ("--no-fast",)):
+        built = build(data, "--word-dropout", 0, *switch)
+        optimizer = torch.optim.Adam(built.model.double().parameters(), lr=0.01)
+        sample = batch(built.task)
+        built.model.train()
+        losses = []
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss, _, _ = built.criterion(built.model, sample)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        ways.append(losses)
+    assert ways[0][-1] < 0.7 * ways[0][0]
+    assert ways[0] == pytest.approx(ways[1], rel=1e-6)
+
+
 def test_without_the_fast_path_the_batch_stays_padded(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
