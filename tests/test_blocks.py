@@ -370,18 +370,29 @@ def test_word_dropout_of_the_architectures_is_a_tenth(data: Path, arch: str) -> 
     assert tiny.build(data, arch=arch).model.cfg.word_dropout == 0.1
 
 
-def test_the_normed_table_of_a_search_follows_the_weights() -> None:
-    """Without gradients it is computed once; a step of the optimizer or a load makes it anew."""
+@pytest.mark.parametrize("final", [False, True])
+def test_the_normed_table_of_a_search_follows_the_weights(final: bool) -> None:
+    """In validations while it is trained by any optimizer; and of a model in use, when it is
+    loaded anew."""
     weight = torch.nn.Parameter(torch.randn(6, 4))
-    layer = OutputProjection(weight, fixnorm=True, bias=False, allowed=None)
+    layer = OutputProjection(weight, fixnorm=True, bias=False, allowed=None).eval()
+    if final:
+        layer.make_generation_fast_()
     features = torch.randn(3, 4)
-    for change in (lambda: None, lambda: weight.mul_(torch.rand(6, 4)), lambda: weight.zero_()):
+    optimizer = torch.optim.AdamW([weight], lr=0.5, fused=True)
+    weight.grad = torch.randn(6, 4)
+    changes: list[Callable[[], object]] = [lambda: None, lambda: weight.mul_(torch.rand(6, 4))]
+    for change in [*changes, *([] if final else [optimizer.step])]:
         with torch.no_grad():
             change()
-        expected = layer(features)  # with gradients: from the weights as they are
-        with torch.inference_mode():
-            torch.testing.assert_close(layer(features), expected.detach())
-            torch.testing.assert_close(layer(features), expected.detach())
+            expected = features @ (weight / weight.norm(dim=1, keepdim=True)).T
+            for _ in range(2):
+                torch.testing.assert_close(layer(features), expected)
+    layer.train()
+    optimizer.step()
+    with torch.no_grad():
+        expected = features @ (weight / weight.norm(dim=1, keepdim=True)).T
+        torch.testing.assert_close(layer.eval()(features), expected)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -60,14 +60,26 @@ class OutputProjection(nn.Module):
         return logits if self.allowed is None else logits.masked_fill(~self.allowed, float("-inf"))
 
     def _rows(self) -> Tensor:
-        """The table as it is multiplied with. A search asks for it at each step: once is enough."""
+        """The table as it is multiplied with."""
         if not self.fixnorm:
             return self.weight
-        if torch.is_grad_enabled():
+        if not self._final or torch.is_grad_enabled():
             return unit(self.weight)
-        state = (self.weight._version, self.weight.data_ptr(), self.weight.dtype)
+        state = (self.weight.data_ptr(), self.weight.dtype, self.weight._version)
         if self._known is None or self._known[0] != state:
             self._known = (state, unit(self.weight))
         return self._known[1]
 
+    # A search asks for the table at each step. Once fairseq says that the weights are final, one
+    # answer is enough; while they are trained they change unnoticed (fused optimizers don't count
+    # a tensor's versions), also between two validations.
+    _final = False
     _known: tuple[object, Tensor] | None = None
+
+    def make_generation_fast_(self, **kwargs: object) -> None:
+        """fairseq calls this when a trained model is to be used."""
+        self._final = True
+
+    def train(self, mode: bool = True) -> OutputProjection:
+        self._final, self._known = self._final and not mode, None
+        return super().train(mode)
