@@ -18,9 +18,10 @@ import pytest
 import sacrebleu
 import tiny
 import torch
-from conftest import Run
+from conftest import Run, train
 from fairseq.sequence_generator import SequenceGenerator
 
+from qknorm_fairseq.checkpoints import load
 from qknorm_fairseq.tasks.translation_qknorm import GNMTSequenceGenerator
 
 EOS = 2
@@ -320,3 +321,31 @@ def test_fairseq_validate_reads_a_checkpoint_of_the_task(
     assert not math.isinf(float(bleu[1]))
     allowed = saved["model"]["decoder.output_projection.allowed"]
     assert int(allowed.sum()) == 7 + 2  # h ... n, <unk> and </s>: the mask is in the checkpoint
+
+
+def test_dev_bleu_while_training_is_that_of_the_checkpoint(
+    prepared: Path, run: Run, tmp_path: Path
+) -> None:
+    """The third validation of a training gives what translating with its checkpoint gives: nothing
+    of the earlier ones is left over. Dev BLEU picks the checkpoint and lowers the rate."""
+    train(
+        run,
+        prepared,
+        tmp_path,
+        *("--arch", "transformer_qknorm_tiny", "--optimizer", "adam_fused"),
+        *("--task", "translation_qknorm", "--eval-bleu", "--eval-bleu-args", '{"beam": 4}'),
+        *("--eval-bleu-remove-bpe", "sentencepiece", "--best-checkpoint-metric", "bleu"),
+        "--maximize-best-checkpoint-metric",
+        updates=150,
+    )
+    checkpoint = tmp_path / "checkpoint_last.pt"
+    bleu = load(checkpoint)["extra_state"]["val_loss"]
+    done = run(
+        "qknorm",
+        *("translate", "--cpu", "--data", prepared, "--checkpoint", checkpoint),
+        prepared / "valid.xx",
+    )
+    hypotheses = done.stdout.splitlines()
+    references = (prepared / "valid.yy").read_text("utf-8").splitlines()
+    assert bleu > 20
+    assert bleu == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score, abs=0.01)
