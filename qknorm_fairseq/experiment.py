@@ -48,7 +48,10 @@ def run_all(runs: Sequence[Run], steps: Steps) -> None:
             failed.append(run)
     finished = [run for run in runs if run not in failed]
     if finished:
-        Console().print(table(finished))
+        # In a file or a pipe rich assumes 80 columns, which would cut the numbers off.
+        terminal = Console()
+        width = terminal.width if terminal.is_terminal else 120
+        Console(width=width).print(table(finished))
         for metric, signature in finished[0].score()["signatures"].items():
             print(f"  {metric:<9}{signature}")
         print("Translations, scores, logs and checkpoints:")
