@@ -34,7 +34,8 @@ class Size:
 
     Attributes:
         words: median length of a sentence; lengths are log-normal, about as TED's are.
-        batches: how many make up one turn.
+        batches: how many make up one turn of training.
+        decoded: sentences of a turn of decoding, in two batches at least.
     """
 
     layers: int
@@ -46,11 +47,12 @@ class Size:
     max_tokens: int
     words: int
     batches: int
+    decoded: int
 
 
 SIZES = {
-    "tiny": Size(2, 256, 512, 4, 4000, (0.3, 0.1, 0.1), 1000, 8, 12),
-    "full": Size(6, 512, 2048, 8, 8000, (0.3, 0.3, 0.3), 1120, 16, 3),
+    "tiny": Size(2, 256, 512, 4, 4000, (0.3, 0.1, 0.1), 1000, 8, 12, 32),
+    "full": Size(6, 512, 2048, 8, 8000, (0.3, 0.3, 0.3), 1120, 16, 3, 10),
 }
 FAIRSEQ, PLAIN, FAST, BF16 = "fairseq transformer", "plugin, plain", "plugin", "plugin, bf16"
 
@@ -119,11 +121,11 @@ def bench(
             workers[name] = stack.enter_context(_Worker(name, given))
         for turn in range(turns):
             for name, worker in workers.items():
-                seconds[name].append(worker.work()["seconds"])
+                seconds[name].append(worker.ask("work")["seconds"])
             if say:
                 times = ", ".join(f"{name} {all_[-1]:.2f} s" for name, all_ in seconds.items())
                 say(f"turn {turn + 1} of {turns}: {times}")
-        done = {name: worker.finish() for name, worker in workers.items()}
+        done = {name: worker.ask("finish") for name, worker in workers.items()}
     baseline = next(iter(compared))
     results = []
     for name in compared:
@@ -177,12 +179,6 @@ class _Worker:
         self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
         return self._answer()
-
-    def work(self) -> dict[str, Any]:
-        return self.ask("work")
-
-    def finish(self) -> dict[str, Any]:
-        return self.ask("finish")
 
     def __enter__(self) -> _Worker:
         return self
@@ -321,7 +317,7 @@ def _searcher(cfg: Any, size: Size, given: dict[str, Any]) -> tuple[Any, int, fl
     torch.manual_seed(1)
     task = tasks.setup_task(cfg.task)
     batches = _batches(task, max_sentences=given["batch_size"])
-    batches = batches[: max(2, 128 * 2 // size.layers // given["batch_size"] // 4)]
+    batches = batches[: max(2, size.decoded // given["batch_size"])]
     model = task.build_model(cfg.model).eval()
     model.prepare_for_inference_(cfg)
     if given["device"] != "cpu":
