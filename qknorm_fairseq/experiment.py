@@ -30,37 +30,39 @@ from qknorm_fairseq.files import write_json, write_lines, write_text
 from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description
 from qknorm_fairseq.progress import Steps
 from qknorm_fairseq.runs import BEST, CONFIG, LAST, SCORE, Run, config_folder, plan
-from qknorm_fairseq.training import DONE, console, progress_of, train
+from qknorm_fairseq.training import DONE, RECORDS, console, progress_of, train
 
 
-def run_all(runs: Sequence[Run], steps: Steps) -> None:
-    """Bring every run to its score, whatever happens to the others; then print their table.
+def run_all(runs: Sequence[Run], steps: Steps, *, failed: int = 0) -> None:
+    """Bring every run to its score, whatever happens to the others; then print their tables.
+
+    Args:
+        failed: runs that had to be left out already, since their data is not there.
 
     Raises:
         QKNormError: some failed; why was said when it happened.
     """
-    failed = []
+    finished = []
     for run in runs:
         try:
             execute(run, steps)
+            finished.append(run)
         except QKNormError as error:
             steps.failed(f"{run.title}: {error}")
-            failed.append(run)
-    finished = [run for run in runs if run not in failed]
+    # In a file or a pipe rich assumes 80 columns, which would cut the numbers off.
+    terminal = Console()
+    width = terminal.width if terminal.is_terminal else 120
+    for pair in dict.fromkeys(run.pair for run in finished):
+        Console(width=width).print(table([run for run in finished if run.pair == pair]))
     if finished:
-        # In a file or a pipe rich assumes 80 columns, which would cut the numbers off.
-        terminal = Console()
-        width = terminal.width if terminal.is_terminal else 120
-        Console(width=width).print(table(finished))
         for metric, signature in finished[0].score()["signatures"].items():
             print(f"  {metric:<9}{signature}")
         print("Translations, scores, logs and checkpoints:")
         for run in finished:
             print(f"  {run.folder}")
+    total, failed = len(runs) + failed, len(runs) - len(finished) + failed
     if failed:
-        raise QKNormError(
-            f"{len(failed)} of {len(runs)} runs failed; the same command retries them"
-        )
+        raise QKNormError(f"{failed} of {total} runs failed; the same command retries them")
 
 
 def execute(run: Run, steps: Steps) -> None:
@@ -119,7 +121,7 @@ def _claim(run: Run) -> None:
                 f"{run.folder}: was trained on other data than {run.data} holds now; move it away"
             )
         return
-    for name in ("train.log", "train.jsonl", DONE):
+    for name in ("train.log", RECORDS, DONE):
         (run.folder / name).unlink(missing_ok=True)
     # The run's folder is enough to translate with, wherever it is taken.
     for name in (SUBWORDS, *(f"dict.{side}.txt" for side in run.pair.split("-")), DESCRIPTION):

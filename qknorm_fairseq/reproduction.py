@@ -1,4 +1,4 @@
-"""The paper's experiment on one language pair, from nothing to a table: `scripts/reproduce.sh`.
+"""The paper's experiment on one pair or all, from nothing to a table: `scripts/reproduce.sh`.
 
 Fetch, prepare, then each model and seed: train, translate, score. What is done is not done again;
 what was interrupted goes on.
@@ -32,15 +32,20 @@ DATA = Path("data")  # as configs/corpus/ names it
 
 
 def main(
-    pair: Annotated[str, typer.Argument(help="en-vi, ar-en, en-he, gl-en or sk-en.")],
+    pair: Annotated[str, typer.Argument(help="en-vi, ar-en, en-he, gl-en, sk-en, or all.")],
     settings: Annotated[
         list[str] | None, typer.Argument(help="More Hydra settings: ablation=none,fixed_g.")
     ] = None,
     corpus: Annotated[
-        str | None, typer.Option(help="(default: the paper's, iwslt15 or ted; or: catalogues)")
+        str | None,
+        typer.Option(help="(default: the paper's, iwslt15 or ted; with --tiny catalogues)"),
     ] = None,
     models: Annotated[
-        str | None, typer.Option(help=f"(default: {','.join(MODELS)}, with --tiny their tiny ones)")
+        str | None,
+        typer.Option(
+            help=f"(default: {','.join(MODELS)}, with --tiny their tiny ones; with all pairs "
+            "fairseq's own transformer too, on gl-en)"
+        ),
     ] = None,
     seeds: Annotated[str, typer.Option(help="One run each: 1,2,3.")] = "1",
     tiny: Annotated[bool, typer.Option("--tiny", help="2+2 layers, a few minutes a run.")] = False,
@@ -59,19 +64,18 @@ def main(
         Path, typer.Option("--in", help="Folder to have data/ and runs/ in.")
     ] = Path(),
 ) -> None:
-    """Run the experiment of Henry et al. 2020 and its baseline on one language pair."""
+    """Run the experiment of Henry et al. 2020 and its baseline on one language pair, or on all."""
     pair = pair.replace("_", "-")
-    if pair not in PAPER_CORPORA:
-        raise typer.BadParameter(f"no pair {pair!r}; there is {', '.join(PAPER_CORPORA)}")
+    pairs = list(PAPER_CORPORA) if pair == "all" else [pair]
+    if pairs[0] not in PAPER_CORPORA:
+        raise typer.BadParameter(f"no pair {pair!r}; there is {', '.join(PAPER_CORPORA)} and all")
     if fp16 and bf16:
         raise typer.BadParameter("give either --fp16 or --bf16")
     check_device(cpu=cpu, gpus=gpus, fp16=fp16)
-    corpus = corpus or PAPER_CORPORA[pair]
-    chosen = models or ",".join(f"{model}_tiny" if tiny else model for model in MODELS)
-    if cpu and bf16 and "transformer" in chosen.split(","):
+    if cpu and bf16 and "transformer" in (models or "").split(","):
         raise QKNormError("fairseq's own transformer has no bfloat16 on a CPU: leave out --bf16")
-    overrides = [
-        *(f"model={chosen}", f"common.seed={seeds}", f"corpus={corpus}"),
+    options = [
+        f"common.seed={seeds}",
         *(["size=tiny"] if tiny else []),
         *(["common.cpu=true"] if cpu else []),
         *(["common.fp16=true"] if fp16 else []),
@@ -82,19 +86,38 @@ def main(
     known, local = load_registry(registry), local and local.resolve()
     os.chdir(folder)
     steps = Steps(console)
-    runs = plan_shared(pair, overrides, gpus)  # before hours of work: are the settings right?
-    fetch(corpus, pair, DATA, local=local, mirror=mirror, registry=known)
-    steps.done(f"{pair} {corpus}: fetched")
-    description = prepare_corpus(
-        corpus,
-        pair,
-        data_dir=DATA,
-        vocab_size=known.corpus(corpus).vocab_size,
-        say=lambda line: None,
-    )
-    sentences = ", ".join(f"{split} {count:,}" for split, count in description.sentences.items())
-    steps.done(f"{pair} {corpus}: prepared ({sentences})")
-    run_all(runs, steps)
+    # All of them before hours of work: are the settings right?
+    corpora = {one: corpus or ("catalogues" if tiny else PAPER_CORPORA[one]) for one in pairs}
+    planned: dict[str, list[Run]] = {}
+    for one in pairs:
+        chosen = models or ",".join(
+            [f"{model}_tiny" if tiny else model for model in MODELS]
+            + (["transformer"] if one == "gl-en" and len(pairs) > 1 and not (cpu and bf16) else [])
+        )
+        overrides = [f"model={chosen}", f"corpus={corpora[one]}", *options]
+        planned[one] = plan_shared(one, overrides, gpus)
+    runs, failed = [], 0
+    for one in pairs:
+        try:
+            fetch(corpora[one], one, DATA, local=local, mirror=mirror, registry=known)
+            steps.done(f"{one} {corpora[one]}: fetched")
+            description = prepare_corpus(
+                corpora[one],
+                one,
+                data_dir=DATA,
+                vocab_size=known.corpus(corpora[one]).vocab_size,
+                say=lambda line: None,
+            )
+        except QKNormError as error:
+            if len(pairs) == 1:
+                raise
+            steps.failed(f"{one} {corpora[one]}: {error}")
+            failed += len(planned[one])
+            continue
+        counts = ", ".join(f"{split} {count:,}" for split, count in description.sentences.items())
+        steps.done(f"{one} {corpora[one]}: prepared ({counts})")
+        runs += planned[one]
+    run_all(runs, steps, failed=failed)
 
 
 def plan_shared(pair: str, overrides: Sequence[str], gpus: int) -> list[Run]:

@@ -116,7 +116,8 @@ def _hydra(config_dir: Path, config_name: str) -> Iterator[None]:
     hydra_init(config_name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fairseq matches files to schemas as Hydra 1.0 did
-        with initialize_config_dir(str(config_dir.resolve()), version_base=None):
+        # 1.1 as in fairseq-hydra-train; after a later one fairseq's own options can't be built.
+        with initialize_config_dir(str(config_dir.resolve()), version_base="1.1"):
             yield
 
 

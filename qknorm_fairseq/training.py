@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from qknorm_fairseq.errors import QKNormError
-from qknorm_fairseq.files import write_text
+from qknorm_fairseq.files import write_lines, write_text
 from qknorm_fairseq.runs import BEST, CONFIG, LAST, Run
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 DONE = "training.done"
+RECORDS = "train.jsonl"
 HYDRA_LEAVES_NOTHING = (  # no folder and no file of its own: it writes to the console only
     *("hydra.run.dir=.", "hydra.output_subdir=null"),
     *("hydra.job_logging.root.handlers=[console]", "++hydra.job_logging.handlers.file.delay=true"),
@@ -46,6 +47,7 @@ def train(run: Run) -> None:
         return
     if begun:
         console.print(f"{run.title}: going on from update {begun}")
+        _forget_after(begun, run.folder / RECORDS)
     command = [
         str(Path(sys.executable).with_name("fairseq-hydra-train")),
         # Not --config-dir: fairseq has a folder of its own with a config.yaml, looked in before.
@@ -66,7 +68,7 @@ def train(run: Run) -> None:
     try:
         with (
             log_file.open("a", encoding="utf-8") as log,
-            (run.folder / "train.jsonl").open("a", encoding="utf-8") as records,
+            (run.folder / RECORDS).open("a", encoding="utf-8") as records,
             _bar(run.title, max_update, begun) as show,
         ):
             for line in process.stdout:
@@ -85,6 +87,18 @@ def train(run: Run) -> None:
         reason = _last_error(log_file.read_text("utf-8"))
         raise QKNormError(f"training failed: {reason} (exit status {code}; see {log_file})")
     write_text(run.folder / DONE, "")
+
+
+def _forget_after(updates: int, records: Path) -> None:
+    """Take out of a log what came after the checkpoint from which training goes on."""
+    kept = []
+    for line in records.read_text("utf-8").splitlines() if records.is_file() else ():
+        try:
+            if json.loads(line).get("num_updates", 0) <= updates:
+                kept.append(line)
+        except ValueError:  # cut off when it was killed
+            pass
+    write_lines(records, kept)
 
 
 def _end_with_parent() -> Callable[[], object]:

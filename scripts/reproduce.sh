@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The paper's experiment on one language pair, with its baseline: fetches the corpus, prepares it,
+# The paper's experiment on a language pair, with its baseline: fetches the corpus, prepares it,
 # trains each model with each seed, translates the test set, scores, and prints one table.
 #
 #   scripts/reproduce.sh PAIR [options] [Hydra settings]
@@ -7,8 +7,8 @@
 #   scripts/reproduce.sh gl-en --corpus catalogues --tiny --cpu   # on a laptop; minutes
 #   scripts/reproduce.sh gl-en ablation=none,fixed_g              # see configs/ablation/
 #
-#   PAIR             en-vi, ar-en, en-he, gl-en or sk-en
-#   --corpus NAME    ted (for en-vi: iwslt15) or catalogues
+#   PAIR             en-vi, ar-en, en-he, gl-en, sk-en, or all
+#   --corpus NAME    ted (for en-vi: iwslt15), the default but with --tiny, or catalogues
 #   --models A,B     default: transformer_scalenorm,transformer_qknorm
 #   --seeds 1,2,3    a run for each; default: 1
 #   --tiny           2+2 layers and few updates; the default models are then the ..._tiny ones

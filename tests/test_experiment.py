@@ -24,6 +24,7 @@ import torch
 from conftest import PROJECT, Run, clean_environment
 from omegaconf import OmegaConf
 
+from qknorm_fairseq.checkpoints import load
 from qknorm_fairseq.scores import score_files, tokenize
 
 SMALL = (
@@ -75,8 +76,9 @@ def score(folder: Path) -> dict[str, Any]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of train.jsonl."""
-    return [json.loads(line) for line in (folder / "train.jsonl").read_text("utf-8").splitlines()]
+    """The lines of train.jsonl; the last one may be cut, where a run was killed."""
+    lines = (folder / "train.jsonl").read_text("utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -158,6 +160,23 @@ def test_the_log_has_numbers(both: tuple[Path, subprocess.CompletedProcess[str]]
     assert losses[-1] < losses[0]
     steps = [record["num_updates"] for record in found if record["kind"] == "train"]
     assert steps == sorted(set(steps))
+
+
+def test_the_log_has_g_of_every_attention(
+    both: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    """The last validation's are those of the checkpoint written after it."""
+    found = [record for record in records(both[0] / QKNORM) if record["kind"] == "valid"][-1]
+    weights = load(both[0] / QKNORM / "checkpoint_last.pt")["model"]
+    expected = {}
+    for key, value in weights.items():
+        side, _, layer, attention, name = (key.split(".") + [""] * 4)[:5]
+        if name == "g":
+            kind = {"self_attn": "self", "encoder_attn": "cross"}[attention]
+            expected[f"g_{side}_{int(layer) + 1}_{kind}"] = value.item()
+    assert len(expected) >= 3
+    logged = {key: value for key, value in found.items() if key.startswith("g_")}
+    assert logged == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_run_keeps_its_configuration_and_environment(
@@ -339,8 +358,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
     running.process.kill()
     running.process.wait()
     running.wait_until_all_ended(10)
-    before = [record["num_updates"] for record in records(tmp_path / "long")[:-1]]
-    assert before[-1] < 45
+    killed = records(tmp_path / "long")
 
     done = experiment(tmp_path, *LONG)
     assert done.returncode == 0, done.stderr
@@ -348,10 +366,11 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
     assert 0 < begun < 45
     found = score(tmp_path / "long")
     assert found["updates"] == 45
-    after = [record["num_updates"] for record in records(tmp_path / "long")]
-    assert after[: len(before)] == before  # the log goes on too
-    assert min(after[len(before) + 1 :]) > begun
-    assert after[-1] == 45
+    after = records(tmp_path / "long")
+    kept = [record for record in killed if record["num_updates"] <= begun]
+    assert after[: len(kept)] == kept  # the log goes on from the checkpoint too
+    assert all(record["num_updates"] > begun for record in after[len(kept) :])
+    assert after[-1]["num_updates"] == 45
 
 
 def test_a_checkpoint_cut_short_is_mended_from_the_best(

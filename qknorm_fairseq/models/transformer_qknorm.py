@@ -24,6 +24,7 @@ from fairseq.data import data_utils
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import fsdp_wrap
+from fairseq.logging import metrics
 from fairseq.models import ARCH_MODEL_REGISTRY, register_model
 from fairseq.models.transformer import (
     TransformerConfig,
@@ -432,7 +433,19 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
         with torch.autocast("cpu", torch.bfloat16, enabled=self.cfg.bf16_autocast):
             if self.training and self.packs and not kwargs:
                 return self._forward_packed(src_tokens, prev_output_tokens)
+            if not self.training:
+                self._log_g()
             return super().forward(src_tokens, src_lengths, prev_output_tokens, **kwargs)
+
+    def _log_g(self) -> None:
+        """Have each attention's `g` among the numbers of a validation: g_decoder_1_cross, ..."""
+        for side in ("encoder", "decoder"):
+            for number, layer in enumerate(getattr(self, side).layers, start=1):
+                for kind, name in (("self", "self_attn"), ("cross", "encoder_attn")):
+                    g = getattr(getattr(layer, name, None), "g", None)
+                    if g is not None:
+                        key = f"g_{side}_{number}_{kind}"
+                        metrics.log_scalar(key, g.mean().item(), round=4)
 
     def _forward_packed(self, src_tokens: Tensor, prev_output_tokens: Tensor) -> Any:
         """The same, but for what is made of padding: its logits are 0."""
