@@ -13,7 +13,10 @@ import numpy.typing as npt
 import torch
 from fairseq import utils
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 
 from qknorm_fairseq.attention_weights import AttentionRecorder, pair_dataset
 from qknorm_fairseq.errors import QKNormError
@@ -159,38 +162,68 @@ def as_json(maps: AttentionMaps, kind: str, layer: int, heads: Sequence[int]) ->
 
 @styled
 def figure(maps: AttentionMaps, kind: str, layer: int, heads: Sequence[int]) -> Figure:
-    """Heat maps of some heads of a layer side by side, on one colour scale that starts at 0."""
-    queries, keys = maps.labels(kind)
+    """Heat maps of some heads of a layer side by side, on one colour scale that starts at 0.
+
+    The rows are named at the left, the columns at the top. All places are computed here, in
+    inches: matplotlib's own layouts take a minute for a few hundred labels.
+    """
+    queries, keys = (list(map(without_controls, labels)) for labels in maps.labels(kind))
+    cell = max(0.06, min(0.24, 9 / max(len(queries), len(keys))))
+    font = min(9.0, 0.75 * 72 * cell)  # points
+    left, above = 0.4 + _widest(queries, font), 0.65 + _widest(keys, font)
+    right, below, gap, title = 1.0, 0.45, 0.3, 0.3
+    width, height = max(cell * len(keys), 0.6), cell * len(queries)
     columns = min(len(heads), 2 if len(heads) <= 4 else 3)
     rows = -(-len(heads) // columns)
-    cell = min(0.24, 9 / max(len(queries), len(keys)))  # inches
-    font = min(9, 0.75 * 72 * cell)  # points
-    room = max(map(len, (*queries, *keys))) * font / 100  # for labels
-    result = Figure(
-        figsize=(
-            columns * (cell * max(len(keys), 6) + room + 0.5) + 1.2,
-            rows * (cell * max(len(queries), 4) + room + 0.6) + 0.8,
-        )
-    )
-    grid = result.subplots(rows, columns, squeeze=False)
+    whole_width = left + columns * width + (columns - 1) * gap + right
+    whole_height = above + rows * (height + title) + (rows - 1) * gap + below
+    whole_width = max(whole_width, 4.5)  # for the titles
+    result = Figure(figsize=(whole_width, whole_height))
+
+    def add_axes(x: float, y: float, width: float, height: float) -> Axes:
+        """At so many inches from the left and from the top."""
+        bottom = (whole_height - y - height) / whole_height
+        place = (x / whole_width, bottom, width / whole_width, height / whole_height)
+        return result.add_axes(place)
+
     weights = maps.weights[kind][layer - 1][[head - 1 for head in heads]]
-    for axes, head, each in zip(grid.flat, heads, weights, strict=False):
-        image = axes.imshow(each, cmap="Blues", vmin=0, vmax=weights.max())
-        axes.set_title(f"head {head}")
-        axes.set_xticks(range(len(keys)), map(without_controls, keys), rotation=90, fontsize=font)
-        axes.set_yticks(range(len(queries)), map(without_controls, queries), fontsize=font)
+    for place, (head, each) in enumerate(zip(heads, weights, strict=True)):
+        row, column = divmod(place, columns)
+        y = above + row * (height + title + gap)
+        axes = add_axes(left + column * (width + gap), y, width, height)
+        image = axes.imshow(each, cmap="Blues", vmin=0, vmax=weights.max(), aspect="auto")
+        axes.hlines(np.arange(1, len(queries)) - 0.5, -0.5, len(keys) - 0.5, **GRID)
+        axes.vlines(np.arange(1, len(keys)) - 0.5, -0.5, len(queries) - 0.5, **GRID)
+        axes.set_xlabel(f"head {head}", fontsize=9, labelpad=4)
         axes.tick_params(length=0, labelbottom=False, labeltop=True)
+        axes.set_xticks(*((range(len(keys)), keys) if row == 0 else ([],)))
+        axes.set_yticks(*((range(len(queries)), queries) if column == 0 else ([],)))
+        axes.tick_params(axis="x", labelrotation=90, labelsize=font)
+        axes.tick_params(axis="y", labelsize=font)
         axes.spines[:].set_visible(True)
         axes.spines[:].set_color("#80808080")
         axes.grid(visible=False)
-    for axes in grid.flat[len(heads) :]:
-        axes.set_axis_off()
-    result.colorbar(image, ax=grid, shrink=0.7, aspect=30, label="weight")
-    result.suptitle(f"{KINDS[kind]}, layer {layer}", fontsize=11)
+    tall = min(height * rows, 3.0)
+    bar = add_axes(whole_width - right + 0.3, above, 0.12, tall)
+    result.colorbar(image, cax=bar, label="weight")
+    inch = 1 / whole_height
+    result.suptitle(f"{KINDS[kind]}, layer {layer}", fontsize=11, y=1 - 0.1 * inch, va="top")
     row_title, column_title = axis_titles(kind)
-    result.supylabel(f"query: {row_title}", fontsize=9)
-    result.supxlabel(f"key: {column_title}", fontsize=9)
+    result.text(
+        *(0.1 / whole_width, 0.12 * inch, f"rows: {row_title}; columns: {column_title}"),
+        fontsize=8,
+    )
     return result
+
+
+GRID: dict[str, Any] = {"colors": "#80808030", "linewidths": 0.5}
+
+
+def _widest(labels: Sequence[str], font: float) -> float:
+    """Inches that the longest of some labels takes."""
+    prop = FontProperties(size=font)
+    sizes = (text_to_path.get_text_width_height_descent(label, prop, False) for label in labels)
+    return max(float(width) for width, _, _ in sizes) / 72
 
 
 def axis_titles(kind: str) -> tuple[str, str]:
@@ -216,7 +249,12 @@ def write_page(
         if layers:
             queries, keys = maps.labels(name)
             kinds[name] = {
-                **{"title": KINDS[name], "queries": queries, "keys": keys},
+                **{
+                    "title": KINDS[name],
+                    "short": KINDS[name].split("-")[0].lower(),
+                    "queries": queries,
+                    "keys": keys,
+                },
                 **dict(zip(("rows", "columns"), axis_titles(name), strict=True)),
                 "layers": [np.rint(each * SCALE).astype(int).tolist() for each in layers],
             }

@@ -20,6 +20,7 @@ from matplotlib.text import Text
 
 from qknorm_fairseq.files import write_bytes
 
+RIGHT_TO_LEFT = "\u200f"  # Unicode's mark
 INK = "#1b1b1b"  # in a page: the colour of its text
 STYLE: Any = {
     "text.parse_math": False,  # a name or subword with dollar signs is no formula
@@ -33,7 +34,6 @@ STYLE: Any = {
     "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text, which the reader's program shapes
     "svg.hashsalt": "qknorm",  # the same figure gives the same file
-    "figure.constrained_layout.use": True,
     "savefig.dpi": 150,
     **dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
@@ -58,8 +58,9 @@ def styled(function: Callable[P, R]) -> Callable[P, R]:
 def save(figure: Figure, stem: Path) -> None:
     """Write `stem`.svg and `stem`.png, each whole or not at all, on a white ground."""
     picture, drawing = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawing, format="svg", facecolor="white", metadata={"Date": None})
-    with _shaped(figure):
+    with _texts(figure, _for_svg):
+        figure.savefig(drawing, format="svg", facecolor="white", metadata={"Date": None})
+    with _texts(figure, _for_bitmap):
         figure.savefig(picture, format="png", facecolor="white")
     stem.parent.mkdir(parents=True, exist_ok=True)
     for suffix, content in ((".svg", drawing), (".png", picture)):
@@ -75,7 +76,9 @@ def svg(figure: Figure, title: str = "") -> str:
     figures apart. The same figure gives the same text.
     """
     file = io.StringIO()
-    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    with _texts(figure, _for_svg):
+        metadata = {"Date": None, "Creator": None}
+        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
     text = file.getvalue()
     text = text[text.index("<svg") :].strip()
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -90,25 +93,41 @@ def svg(figure: Figure, title: str = "") -> str:
 
 
 @contextmanager
-def _shaped(figure: Figure) -> Iterator[None]:
-    """Arabic letters joined and text from right to left in visual order, for a bitmap.
-
-    matplotlib does so itself from 3.11 on, the first to have raqm.
-    """
-    if hasattr(ft2font, "__libraqm_version__"):
-        yield
-        return
-    from arabic_reshaper import reshape
-    from bidi.algorithm import get_display
-
+def _texts(figure: Figure, change: Callable[[str], str]) -> Iterator[None]:
+    """The figure with each of its texts changed, for as long as the block runs."""
     before = {text: text.get_text() for text in figure.findobj(Text)}
     try:
         for text, content in before.items():
-            text.set_text(get_display(reshape(content)))
+            text.set_text(change(content))
         yield
     finally:
         for text, content in before.items():
             text.set_text(content)
+
+
+def _for_svg(text: str) -> str:
+    """A reader's program shapes it, but takes each text to run from left to right: ▁ would be at
+    the end of an Arabic subword."""
+    return f"{RIGHT_TO_LEFT}{text}{RIGHT_TO_LEFT}" if _runs_to_the_left(text) else text
+
+
+def _for_bitmap(text: str) -> str:
+    """Arabic letters joined, text from right to left in the order in which it is seen.
+
+    matplotlib does so itself from 3.11 on, the first to have raqm.
+    """
+    if hasattr(ft2font, "__libraqm_version__") or not _runs_to_the_left(text):
+        return text
+    from arabic_reshaper import reshape
+    from bidi.algorithm import get_display
+
+    return str(get_display(reshape(text)))
+
+
+def _runs_to_the_left(text: str) -> bool:
+    """As the Unicode algorithm has it: the first letter with a direction says it."""
+    directions = (unicodedata.bidirectional(character) for character in text)
+    return next((d for d in directions if d in ("L", "R", "AL")), "L") != "L"
 
 
 def without_controls(text: str) -> str:

@@ -19,11 +19,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from qknorm_fairseq.figures import INK, styled
-
-__all__ = [
-    *("attention", "bleu_by_length", "dev_bleu", "g", "learning_rate", "training"),
-    *("save", "svg"),
-]
+from qknorm_fairseq.figures import save as save
+from qknorm_fairseq.figures import svg as svg
 
 Records = Sequence[Mapping[str, Any]]
 Histories = Mapping[str, Sequence[Records]]
@@ -52,7 +49,7 @@ def line_of(kind: str, value: str, records: Records) -> Line:
 @styled
 def training(histories: Histories) -> Figure:
     """Training and validation loss over updates: without label smoothing, in bits a subword."""
-    figure = Figure(figsize=(9, 3.6))
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, kind, title in ((left, "train_inner", "Training"), (right, "valid", "Validation")):
         _draw(axes, histories, partial(line_of, kind, "nll_loss"))
@@ -65,7 +62,7 @@ def training(histories: Histories) -> Figure:
 @styled
 def dev_bleu(histories: Histories) -> Figure:
     """BLEU of the development set over updates, as measured while training."""
-    figure = Figure(figsize=(6.4, 3.8))
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.subplots()
     _draw(axes, histories, partial(line_of, "valid", "bleu"))
     axes.set_ylabel("dev BLEU")
@@ -76,7 +73,7 @@ def dev_bleu(histories: Histories) -> Figure:
 @styled
 def learning_rate(histories: Histories) -> Figure:
     """The learning rate over updates."""
-    figure = Figure(figsize=(6.4, 3.2))
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.subplots()
     _draw(axes, histories, partial(line_of, "train_inner", "lr"))
     axes.set_ylabel("learning rate")
@@ -97,7 +94,9 @@ def g(histories: Histories) -> Figure | None:
         return None
     kinds = [kind for kind in KINDS if any(m[2] == kind for ms in found.values() for m in ms)]
     layers = sorted({layer for modules in found.values() for _, layer, _ in modules})
-    figure = Figure(figsize=(max(3.1 * len(kinds), 4), 0.5 + 2.7 * len(found)))
+    figure = Figure(
+        figsize=(max(3.1 * len(kinds), 4), 0.5 + 2.7 * len(found)), layout="constrained"
+    )
     grid = figure.subplots(len(found), len(kinds), squeeze=False, sharex=True, sharey=True)
     for row, (model, modules) in zip(grid, found.items(), strict=True):
         row[0].set_ylabel(f"g of {model}" if len(found) > 1 else "g")
@@ -111,6 +110,7 @@ def g(histories: Histories) -> Figure | None:
             for layer, seeds in lines.items():
                 _draw_seeds(axes, seeds, f"{model}, {kind} {layer}", layer - 1)
             _axis_of_updates(axes)
+            axes.label_outer()
     handles = [_handle(layer - 1) for layer in layers]
     _place_legend(figure, handles, [f"layer {layer}" for layer in layers])
     return figure
@@ -143,7 +143,7 @@ def bleu_by_length(
         bins: what the bins are called.
         counts: how many sentences each has.
     """
-    figure = Figure(figsize=(max(6.4, 0.9 * len(bins) + 2), 3.8))
+    figure = Figure(figsize=(max(6.4, 0.9 * len(bins) + 2), 3.8), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / max(len(series), 1)
     for number, (model, seeds) in enumerate(series.items()):
@@ -186,7 +186,7 @@ def attention(statistics: Mapping[str, Sequence[Mapping[str, Mapping[str, float]
     """
     present = {name for seeds in statistics.values() for seed in seeds for name in seed}
     modules = sorted(present, key=_module_order)
-    figure = Figure(figsize=(8.4, 1.6 + 0.3 * len(modules)))
+    figure = Figure(figsize=(8.4, 1.6 + 0.3 * len(modules)), layout="constrained")
     for axes, value, title in zip(
         figure.subplots(1, 2, sharey=True),
         ("entropy", "saturated"),
