@@ -196,8 +196,12 @@ def figure(maps: AttentionMaps, kind: str, layer: int, heads: Sequence[int]) -> 
         axes.vlines(np.arange(1, len(keys)) - 0.5, -0.5, len(queries) - 0.5, **GRID)
         axes.set_xlabel(f"head {head}", fontsize=9, labelpad=4)
         axes.tick_params(length=0, labelbottom=False, labeltop=True)
-        axes.set_xticks(*((range(len(keys)), keys) if row == 0 else ([],)))
-        axes.set_yticks(*((range(len(queries)), queries) if column == 0 else ([],)))
+        axes.set_xticks([])
+        axes.set_yticks([])
+        if row == 0:
+            axes.set_xticks(range(len(keys)), keys)
+        if column == 0:
+            axes.set_yticks(range(len(queries)), queries)
         axes.tick_params(axis="x", labelrotation=90, labelsize=font)
         axes.tick_params(axis="y", labelsize=font)
         axes.spines[:].set_visible(True)
