@@ -8,7 +8,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from html import escape
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -17,6 +17,7 @@ import matplotlib
 from matplotlib import ft2font
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter
 
 from qknorm_fairseq.files import write_bytes
 
@@ -96,13 +97,27 @@ def svg(figure: Figure, title: str = "") -> str:
 def _texts(figure: Figure, change: Callable[[str], str]) -> Iterator[None]:
     """The figure with each of its texts changed, for as long as the block runs."""
     before = {text: text.get_text() for text in figure.findobj(Text)}
+    # Names at an axis are texts that are written anew whenever it is drawn.
+    axes = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
+    named = [(axis, axis.get_major_formatter()) for axis in axes]
+    named = [(axis, names) for axis, names in named if isinstance(names, FuncFormatter)]
     try:
         for text, content in before.items():
             text.set_text(change(content))
+        for axis, names in named:
+            axis.set_major_formatter(FuncFormatter(partial(_changed, change, names)))
         yield
     finally:
         for text, content in before.items():
             text.set_text(content)
+        for axis, names in named:
+            axis.set_major_formatter(names)
+
+
+def _changed(
+    change: Callable[[str], str], names: FuncFormatter, x: float, place: int | None
+) -> str:
+    return change(names(x, place))
 
 
 def _for_svg(text: str) -> str:

@@ -233,10 +233,29 @@ def test_arabic_is_joined_and_hebrew_runs_to_the_left_in_a_bitmap(tmp_path: Path
 def test_a_vector_file_says_in_which_direction_a_text_runs(tmp_path: Path) -> None:
     """Otherwise a viewer puts what is neither Arabic nor Latin, like ▁, at the wrong end."""
     figure = Figure()
+    axes = figure.subplots()
+    axes.set_xticks([0, 1], ["▁في", "▁a"])
+    axes.set_yticks([0], ["▁ספר"])
     for text in ("▁كتاب", "▁שלום", "▁casa"):
-        figure.text(0.5, 0.5, text)
-    plots.save(figure, tmp_path / "texts")
-    root = ElementTree.fromstring((tmp_path / "texts.svg").read_bytes())
-    texts = [element.text for element in root.iter(f"{SVG}text")]
-    assert texts == ["\u200f▁كتاب\u200f", "\u200f▁שלום\u200f", "▁casa"]
-    assert [text.get_text() for text in figure.texts] == ["▁كتاب", "▁שלום", "▁casa"]
+        axes.text(0.5, 0.5, text)
+
+    def written() -> set[str | None]:
+        plots.save(figure, tmp_path / "texts")
+        root = ElementTree.fromstring((tmp_path / "texts.svg").read_bytes())
+        return {element.text for element in root.iter(f"{SVG}text")}
+
+    marked = {f"\u200f{text}\u200f" for text in ("▁في", "▁ספר", "▁كتاب", "▁שלום")}
+    assert written() == {*marked, "▁a", "▁casa"}
+    assert [text.get_text() for text in axes.texts] == ["▁كتاب", "▁שלום", "▁casa"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["▁في", "▁a"]
+    assert written() == {*marked, "▁a", "▁casa"}  # marked once, however often it is saved
+
+
+def test_the_name_at_an_axis_is_joined_too(tmp_path: Path) -> None:
+    def picture(name: str) -> np.ndarray:
+        figure = Figure(figsize=(4, 1))
+        figure.add_axes((0.5, 0.1, 0.4, 0.8)).set_yticks([0], [name])
+        plots.save(figure, tmp_path / "axis")
+        return matplotlib.image.imread(tmp_path / "axis.png")
+
+    assert not np.array_equal(picture("كتاب"), picture("\u200c".join("كتاب")))
