@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib import ft2font
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import Formatter, FuncFormatter
 
 from qknorm_fairseq.files import write_bytes
 
@@ -114,9 +114,7 @@ def _texts(figure: Figure, change: Callable[[str], str]) -> Iterator[None]:
             axis.set_major_formatter(names)
 
 
-def _changed(
-    change: Callable[[str], str], names: FuncFormatter, x: float, place: int | None
-) -> str:
+def _changed(change: Callable[[str], str], names: Formatter, x: float, place: int | None) -> str:
     return change(names(x, place))
 
 
