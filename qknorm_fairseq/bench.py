@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +35,7 @@ class Size:
 
     Attributes:
         words: median length of a sentence; lengths are log-normal, about as TED's are.
+        alike: each sentence has exactly so many words instead.
         batches: how many make up one turn of training.
         decoded: sentences of a turn of decoding, in two batches at least.
     """
@@ -48,10 +50,11 @@ class Size:
     words: int
     batches: int
     decoded: int
+    alike: bool = False
 
 
 SIZES = {
-    "tiny": Size(2, 256, 512, 4, 4000, (0.3, 0.1, 0.1), 1000, 8, 12, 32),
+    "tiny": Size(2, 256, 512, 4, 4000, (0.3, 0.1, 0.1), 1000, 8, 4, 32),
     "full": Size(6, 512, 2048, 8, 8000, (0.3, 0.3, 0.3), 1120, 16, 3, 10),
 }
 FAIRSEQ, PLAIN, FAST, BF16 = "fairseq transformer", "plugin, plain", "plugin", "plugin, bf16"
@@ -70,12 +73,22 @@ def variants(kind: str, device: str) -> dict[str, list[str]]:
     if kind == "decode":
         return {FAIRSEQ: own, FAST: fast}
     if device == "cpu":
-        return {FAIRSEQ: own, PLAIN: plain, FAST: fast, BF16: [*fast, "--bf16-autocast"]}
+        bf16 = {BF16: [*fast, "--bf16-autocast"]} if has_bf16() else {}
+        return {FAIRSEQ: own, PLAIN: plain, FAST: fast, **bf16}
     return {
         f"{name}, {precision}": [*arguments, f"--{precision}"]
         for precision in ("fp16", "bf16")
         for name, arguments in ((FAIRSEQ, own), (PLAIN, plain), (FAST, fast))
     }
+
+
+def has_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 itself; where it doesn't, that is the slowest way."""
+    try:
+        processor = Path("/proc/cpuinfo").read_text("utf-8")
+    except OSError:
+        return False
+    return re.search(r"\b(amx_bf16|avx512_bf16|bf16)\b", processor) is not None
 
 
 @dataclass(frozen=True)
@@ -113,12 +126,13 @@ def bench(
     seconds: dict[str, list[float]] = {name: [] for name in compared}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        _write_text(folder, SIZES[size])
+        write_text(folder, SIZES[size])
         task = {"kind": kind, "size": size, "device": device, "batch_size": batch_size}
-        workers = {}
-        for name, arguments in compared.items():
-            given = json.dumps(task | {"data": str(folder), "arguments": arguments})
-            workers[name] = stack.enter_context(_Worker(name, given))
+        given = task | {"size": asdict(SIZES[size]), "data": str(folder)}
+        workers = {
+            name: stack.enter_context(Worker(name, given | {"arguments": arguments}))
+            for name, arguments in compared.items()
+        }
         for turn in range(turns):
             for name, worker in workers.items():
                 seconds[name].append(worker.ask("work")["seconds"])
@@ -149,14 +163,19 @@ def bench(
     }
 
 
-class _Worker:
-    """A process that does one turn of work whenever it is told to."""
+class Worker:
+    """A process that does one turn of work whenever it is told to.
 
-    def __init__(self, name: str, given: str) -> None:
+    Args:
+        given: kind, device, batch size, data folder, a :class:`Size` as a dictionary, and
+            arguments for fairseq-train.
+    """
+
+    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
         self.name = name
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed on exit
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "qknorm_fairseq.bench", given],
+            [sys.executable, "-m", "qknorm_fairseq.bench", json.dumps(given)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -180,7 +199,7 @@ class _Worker:
         self.process.stdin.flush()
         return self._answer()
 
-    def __enter__(self) -> _Worker:
+    def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -189,7 +208,7 @@ class _Worker:
         self.errors.close()
 
 
-def _write_text(folder: Path, size: Size) -> None:
+def write_text(folder: Path, size: Size) -> None:
     """Invented parallel text with the lengths of real text, as fairseq-preprocess leaves it."""
     import numpy as np
     import torch
@@ -199,8 +218,11 @@ def _write_text(folder: Path, size: Size) -> None:
     for number in range(size.vocabulary - dictionary.nspecial):
         dictionary.add_symbol(f"w{number}")
     numbers = np.random.default_rng(1)
-    lengths = np.clip(size.words * numbers.lognormal(0, 0.6, SENTENCES), 2, 100).astype(int)
-    others = np.clip(lengths * numbers.lognormal(0.05, 0.2, SENTENCES), 2, 120).astype(int)
+    if size.alike:
+        lengths = others = np.full(size.max_tokens // (size.words + 1), size.words)
+    else:
+        lengths = np.clip(size.words * numbers.lognormal(0, 0.6, SENTENCES), 2, 100).astype(int)
+        others = np.clip(lengths * numbers.lognormal(0.05, 0.2, SENTENCES), 2, 120).astype(int)
     for language, side in zip(LANGUAGES, (lengths, others), strict=True):
         dictionary.save(str(folder / f"dict.{language}.txt"))
         name = str(folder / f"train.{'-'.join(LANGUAGES)}.{language}")
@@ -222,7 +244,7 @@ def serve(given: dict[str, Any], requests: IO[str], answers: IO[str]) -> None:
     """Build what `given` says, then do a turn for each line "work"."""
     import torch
 
-    size = SIZES[given["size"]]
+    size = Size(**given["size"])
     cfg = _configuration(given, size)
     prepare = _trainer if given["kind"] == "train" else _searcher
     work, items, padding = prepare(cfg, size, given)

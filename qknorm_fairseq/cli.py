@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -300,27 +300,48 @@ def score(
 
 @app.command()
 def bench(
-    kind: Annotated[str, typer.Argument(help="train or decode.")],
+    kind: Annotated[str, typer.Argument(help="train, decode or growth.")],
     size: Annotated[str, typer.Option(help="tiny (2+2 layers, 256) or full (6+6, 512).")] = "tiny",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     turns: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 5,
     batch_size: Annotated[int, typer.Option(min=1, help="Sentences at a time (decode).")] = 32,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the plots growth.svg and growth.png.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Speed against fairseq's own transformer: ratios, measured in turns on this machine."""
+    """Speed against fairseq's own transformer: ratios, measured in turns on this machine.
+
+    growth: seconds and memory of an update as sentences get longer, and batches larger.
+    """
     from dataclasses import asdict
 
     from qknorm_fairseq import bench as benchmark
     from qknorm_fairseq.environment import machine
 
-    for value, known in ((kind, ("train", "decode")), (size, tuple(benchmark.SIZES))):
+    for value, known in ((kind, ("train", "decode", "growth")), (size, tuple(benchmark.SIZES))):
         if value not in known:
             raise typer.BadParameter(f"{value!r}: there is {' and '.join(known)}")
+    if out is not None and kind != "growth":
+        raise typer.BadParameter("--out is for growth")
     if device != "cpu":
         import torch
 
         if device != "cuda" or not torch.cuda.is_available():
             raise QKNormError(f"--device {device}: not on this machine")
+    if kind == "growth":
+        from qknorm_fairseq import growth
+
+        points = growth.measure(size=size, device=device, turns=turns, say=say)
+        if out is not None:
+            from qknorm_fairseq import plots
+
+            plots.save(plots.growth(points), out / "growth")
+        if as_json:
+            print(json.dumps({"points": [asdict(point) for point in points], "machine": machine()}))
+        else:
+            print(growth.table(points), machine_line(machine()), sep="\n")
+        return
     options = {"size": size, "device": device, "turns": turns, "batch_size": batch_size}
     found = benchmark.bench(kind, **options, say=say)  # type: ignore[arg-type]
     on = machine()
@@ -337,8 +358,13 @@ def bench(
             f"{each.peak_mb:>13,.0f}"
         )
     print(f"{turns} turns; {100 * found['padding']:.0f}% of the batches is padding")
+    print(machine_line(on))
+
+
+def machine_line(on: dict[str, Any]) -> str:
+    """What a bench was measured on, for people."""
     packages = ", ".join(f"{name} {v}" for name, v in on["packages"].items() if v)
-    print(f"{on['processor']}, {on['cores']} cores; Python {on['python']}; {packages}")
+    return f"{on['processor']}, {on['cores']} cores; Python {on['python']}; {packages}"
 
 
 @app.command()

@@ -21,6 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from qknorm_fairseq.figures import INK, styled
 from qknorm_fairseq.figures import save as save
 from qknorm_fairseq.figures import svg as svg
+from qknorm_fairseq.growth import SHORT, TOKENS, Point
 
 Records = Sequence[Mapping[str, Any]]
 Histories = Mapping[str, Sequence[Records]]
@@ -212,6 +213,35 @@ def attention(statistics: Mapping[str, Sequence[Mapping[str, Mapping[str, float]
     axes.set_yticks(range(len(modules)), names)
     axes.set_ylim(len(modules) - 0.5, -0.5)
     handles, labels = axes.get_legend_handles_labels()
+    _place_legend(figure, handles, labels)
+    return figure
+
+
+@styled
+def growth(points: Sequence[Point]) -> Figure:
+    """Seconds and memory of an update over the length of sentences and the size of batches."""
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    grid = figure.subplots(2, 2, sharex="col")
+    columns = (
+        ("length", f"subwords a sentence ({TOKENS:,} a batch)"),
+        ("sentences", f"sentences a batch ({SHORT} subwords each)"),
+    )
+    rows = (("seconds", "seconds an update"), ("peak_mb", "peak memory (MB)"))
+    for column, (what, name) in enumerate(columns):
+        for row, (value, title) in enumerate(rows):
+            axes = grid[row][column]
+            for look, variant in enumerate(dict.fromkeys(point.variant for point in points)):
+                line = [p for p in points if p.variant == variant and p.growing == what]
+                xs, ys = [getattr(p, what) for p in line], [getattr(p, value) for p in line]
+                axes.plot(xs, ys, label=variant, marker="o", markersize=3, **_look(look))
+            axes.set_xscale("log", base=2)
+            axes.set_ylim(bottom=0)
+            if row:
+                axes.set_xlabel(name)
+                axes.set_xticks(xs, [f"{x:,}" for x in xs])
+            if not column:
+                axes.set_ylabel(title)
+    handles, labels = grid[0][0].get_legend_handles_labels()
     _place_legend(figure, handles, labels)
     return figure
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import Run
+from fairseq.data import Dictionary
+from fairseq.data.data_utils import load_indexed_dataset
 
-from qknorm_fairseq import bench
+from qknorm_fairseq import bench, growth, plots
 
 
 def test_training_is_compared_in_turns(run: Run) -> None:
@@ -53,3 +57,36 @@ def test_a_variant_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "variants", lambda kind, device: broken)
     with pytest.raises(bench.QKNormError, match=r"broken: .*none"):
         bench.bench("train", size="tiny", device="cpu", turns=1)
+
+
+def test_growth_has_a_point_for_each_shape_and_variant(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And its plot has a line for each variant, through its points."""
+    monkeypatch.setattr(growth, "LENGTHS", (128,))
+    monkeypatch.setattr(growth, "SENTENCES", ())
+    said: list[str] = []
+    points = growth.measure(size="tiny", device="cpu", turns=1, say=said.append)
+    assert [point.variant for point in points] == [bench.FAIRSEQ, bench.PLAIN, bench.FAST]
+    assert {(point.growing, point.sentences, point.length) for point in points} == {
+        ("length", 8, 128)
+    }
+    assert all(point.seconds > 0 and point.peak_mb > 100 for point in points)
+    assert said[0].startswith("8 x 128, fairseq transformer: ")
+    assert growth.table(points).splitlines()[1].startswith("8 x 128 ")
+
+    more = [*points, *(replace(p, length=256, sentences=4, seconds=2 * p.seconds) for p in points)]
+    figure = plots.growth([*more, *(replace(p, growing="sentences") for p in points)])
+    lines = figure.axes[0].lines
+    assert [line.get_label() for line in lines] == [point.variant for point in points]
+    assert list(lines[0].get_xdata()) == [128, 256]
+    assert list(lines[0].get_ydata()) == [points[0].seconds, 2 * points[0].seconds]
+
+
+def test_alike_sentences_have_the_length_they_are_to_have(tmp_path: Path) -> None:
+    sized = replace(bench.SIZES["tiny"], words=31, alike=True, max_tokens=128)
+    bench.write_text(tmp_path, sized)
+    dictionary = Dictionary.load(str(tmp_path / "dict.xx.txt"))
+    for side in bench.LANGUAGES:
+        text = load_indexed_dataset(str(tmp_path / f"train.xx-yy.{side}"), dictionary)
+        assert [len(text[number]) for number in range(len(text))] == [32] * 4
