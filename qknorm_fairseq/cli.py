@@ -335,6 +335,55 @@ def compare(
 
 
 @app.command()
+def report(
+    runs: Annotated[
+        Path, typer.Argument(metavar="RUNS", help="Folder of runs, of one corpus or of one pair.")
+    ] = Path("runs"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to (default: RUNS/report).")
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="Model to compare with (default: transformer_scalenorm of the same size, else "
+            "the first)."
+        ),
+    ] = None,
+    attention: Annotated[
+        bool, typer.Option("--attention/--no-attention", help="Statistics of the attention.")
+    ] = True,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Don't use a GPU for these.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare all runs: tables, significance and plots, in report.html, report.md, report.json.
+
+    The first time takes a while for each pair of runs; what was computed is kept with the run.
+    """
+    import shlex
+
+    from qknorm_fairseq import report as reports
+    from qknorm_fairseq.progress import Steps
+    from qknorm_fairseq.training import console
+
+    out = out or runs / "report"
+    options = [*(["--base", base] if base else []), *([] if attention else ["--no-attention"])]
+    made = reports.make(
+        runs,
+        out,
+        command=shlex.join(["qknorm", "report", str(runs), *options]),
+        base=base,
+        attention=attention,
+        cpu=cpu,
+        say=Steps(console).done,
+    )
+    if as_json:
+        print(json.dumps(made.as_json()))
+    else:
+        reports.show(made)
+    say(f"Written: {out / 'report.html'}, report.md, report.json and plots/ beside it")
+
+
+@app.command()
 def bench(
     kind: Annotated[str, typer.Argument(help="train or decode.")],
     size: Annotated[str, typer.Option(help="tiny (2+2 layers, 256) or full (6+6, 512).")] = "tiny",
