@@ -14,6 +14,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape as markup_escape
 from rich.table import Table as RichTable
 
 import qknorm_fairseq
@@ -36,6 +37,7 @@ class Plot:
     name: str
     title: str
     svg: str
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,11 @@ def _attention(results: Sequence[Result], notes: list[str], *, cpu: bool) -> Att
     found: Attention = defaultdict(list)
     for run in finished:
         try:
-            found[run.model].append(of_run(run.folder, cpu=cpu))
+            statistics = of_run(run.folder, cpu=cpu)
         except QKNormError as error:
             notes.append(f"no attention statistics for {run.model} seed {run.seed}: {error}")
+        else:
+            found[run.model].append(statistics)
     return dict(found)
 
 
@@ -158,13 +162,16 @@ def _plots(
         if figure is not None:
             stem = f"{group.corpus}_{group.pair}_{name}"
             plots.save(figure, folder / stem)
-            drawn.append(Plot(stem, title, plots.svg(figure, f"{group.title}: {title}")))
+            width, height = figure.get_size_inches()
+            svg = plots.svg(figure, f"{group.title}: {title}")
+            drawn.append(Plot(stem, title, svg, wide=width > 2 * height))
     return drawn
 
 
 def page(report: Report) -> str:
     """report.html: one file that loads nothing."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup, escape
 
     environment = Environment(
         loader=PackageLoader("qknorm_fairseq"),
@@ -172,6 +179,10 @@ def page(report: Report) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+    )
+    # Names of models and folders may be broken where a part of them ends.
+    environment.filters["breakable"] = lambda text: Markup(
+        re.sub(r"([_/+])", r"\1<wbr>", str(escape(text)))
     )
     return environment.get_template("report.html").render(
         report=report,
@@ -261,5 +272,5 @@ def _rich(table: Table) -> RichTable:
     for number, column in enumerate(table.columns):
         shown.add_column(column, justify="left" if number < table.left else "right")
     for row in table.rows:
-        shown.add_row(*(re.sub(r"\[", r"\\[", cell) for cell in row))
+        shown.add_row(*map(markup_escape, row))
     return shown

@@ -31,18 +31,20 @@ class Table:
 
 def of_group(group: Group) -> list[Table]:
     """Scores, significance over the test set, cost; those that have a row."""
+    paper = any(row.paper is not None for row in group.rows)
     scores = Table(
         "Scores (mean ± standard deviation over the seeds)",
         (
             *("model", "seeds", "tokenized BLEU", "BLEU", "chrF", "difference"),
-            *(f"test set p < {LEVEL}", "seeds p", "paper"),
+            *(f"p < {LEVEL} on the test set", "p over seeds"),
+            *(["paper's tokenized BLEU"] if paper else []),
         ),
         [
             [
                 *(row.model, ", ".join(map(str, row.seeds))),
                 *map(spread, (row.bleu_tok, row.bleu, row.chrf)),
                 *_difference(row.difference),
-                f"{row.paper:.2f}" if row.paper is not None else NONE,
+                *([f"{row.paper:.2f}" if row.paper is not None else NONE] if paper else []),
             ]
             for row in group.rows
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,9 @@ def welch(
     varies = len(set(first)) > 1 or len(set(second)) > 1
     if min(len(first), len(second)) < 2 or not varies:
         return None, None
-    test = ttest_ind(first, second, equal_var=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of one side that does not vary
+        test = ttest_ind(first, second, equal_var=False)
     low, high = test.confidence_interval(1 - LEVEL)
     return float(test.pvalue), (float(low), float(high))
 
