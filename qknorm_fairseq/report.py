@@ -24,6 +24,7 @@ from qknorm_fairseq.files import write_json, write_text
 from qknorm_fairseq.report_tables import Table
 from qknorm_fairseq.results import Result, find
 from qknorm_fairseq.summary import Group, Summary, summarize
+from qknorm_fairseq.test_set import Missing
 
 Say = Callable[[str], None]
 Key = tuple[str, str]  # corpus, pair
@@ -93,8 +94,9 @@ def make(
     results, others = find(runs)
     summary = summarize(results, runs, base=base, say=say)
     for folder in others:
-        where = folder.relative_to(runs.resolve())
-        summary.notes.append(f"{where}: checkpoints, but no run's folder; left out")
+        summary.notes.append(
+            f"{folder.relative_to(runs)}: checkpoints, but no run's folder; left out"
+        )
     of_pair: dict[Key, list[Result]] = defaultdict(list)
     for result in results:
         of_pair[result.corpus, result.pair].append(result)
@@ -118,13 +120,15 @@ def _attention(results: Sequence[Result], notes: list[str], *, cpu: bool) -> Att
     from qknorm_fairseq.attention_statistics import of_run
 
     found: Attention = defaultdict(list)
+    missing = Missing()
     for run in finished:
         try:
             statistics = of_run(run.folder, cpu=cpu)
         except QKNormError as error:
-            notes.append(f"no attention statistics for {run.model} seed {run.seed}: {error}")
+            missing.add("attention statistics", run, error)
         else:
             found[run.model].append(statistics)
+    notes += missing.lines()
     return dict(found)
 
 

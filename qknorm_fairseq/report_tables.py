@@ -76,14 +76,15 @@ def of_group(group: Group) -> list[Table]:
 
 
 def of_averages(averages: Sequence[Average]) -> Table:
+    paper = any(one.paper is not None for one in averages)
     return Table(
         "Average difference over pairs (tokenized BLEU)",
-        ("model", "against", "corpora", "pairs", "difference", "paper"),
+        ("model", "against", "corpora", "pairs", "difference", *(["paper"] if paper else [])),
         [
             [
                 *(one.model, one.base, one.corpora, ", ".join(one.pairs)),
                 f"{one.difference:+.3f}",
-                f"{one.paper:+.3f} (five pairs)" if one.paper is not None else NONE,
+                *([f"{one.paper:+.3f}" if one.paper is not None else NONE] if paper else []),
             ]
             for one in averages
         ],

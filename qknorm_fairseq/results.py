@@ -56,7 +56,7 @@ class Result:
         if not file.is_file():
             return {}
         try:
-            content = yaml.load(file.read_bytes(), yaml.CSafeLoader)
+            content = yaml.safe_load(file.read_bytes())
         except yaml.YAMLError as error:
             raise QKNormError(f"{file}: not YAML: {_one_line(error)}") from None
         if not isinstance(content, dict):
@@ -139,11 +139,12 @@ def find(runs: Path) -> tuple[list[Result], list[Path]]:
             f"{runs}: no such folder; scripts/reproduce.sh and scripts/demo.sh make it"
         )
     results, others = [], []
-    for name, folders, files in os.walk(runs.resolve()):
+    for name, folders, files in os.walk(runs):
         folder = Path(name)
-        seed = re.fullmatch(r"seed(\d+)", folder.name)
-        if seed and len(folder.parts) > 4:
-            corpus, pair, model = folder.parts[-4:-1]
+        parts = folder.resolve().parts  # `runs` itself may be one of them
+        seed = re.fullmatch(r"seed(\d+)", parts[-1])
+        if seed and len(parts) > 4:
+            corpus, pair, model = parts[-4:-1]
             results.append(Result(folder, corpus, pair, model, int(seed[1]), _score(folder)))
             folders.clear()
         elif any(re.fullmatch(r"checkpoint.*\.pt", file) for file in files):

@@ -16,6 +16,7 @@ from qknorm_fairseq.differences import differences
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.results import Result
 from qknorm_fairseq.seeds import Spread, welch, what_they_show
+from qknorm_fairseq.test_set import Lengths, Missing
 
 # Henry et al. 2020: en-vi by the official repository's scoring of its published output.
 PAPER = {
@@ -75,15 +76,6 @@ class Row:
     signatures: dict[str, str]
     commands: list[str]
     flags: list[str]
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """BLEU by the words of the source sentence: for each model, for each seed, for each bin."""
-
-    bins: list[str]
-    sentences: list[int]
-    bleu: dict[str, list[list[float | None]]]
 
 
 @dataclass(frozen=True)
@@ -156,7 +148,7 @@ def summarize(
     groups = [_group(corpus, pair, own, base, say) for (corpus, pair), own in by_pair.items()]
     unfinished = [
         Unfinished(
-            str(result.folder.relative_to(runs.resolve())),
+            str(result.folder.relative_to(runs)),
             *(result.corpus, result.pair, result.model, result.seed),
             result.state,
         )
@@ -186,6 +178,7 @@ def _group(
     say: Callable[[str], None],
 ) -> Group:
     finished: dict[str, dict[int, Result]] = defaultdict(dict)
+    missing = Missing()
     for result in results:
         if result.score is not None:
             finished[result.model][result.seed] = result
@@ -197,8 +190,8 @@ def _group(
         base = baseline_of(model, models, wanted)
         difference = None
         if base is not None:
-            difference, said = _difference(of_seed, finished[base], say)
-            notes += said
+            difference = _difference(of_seed, finished[base], missing, say)
+            notes += _seeds_of_one_only(of_seed, finished[base])
         rows.append(_row(corpus, pair, of_seed, finished[base or model], difference))
     rows.sort(key=lambda row: row.difference is not None)  # baselines first
     counts = sorted({int(r.score["test_sentences"]) for r in results if r.score is not None})
@@ -207,10 +200,9 @@ def _group(
     signatures = {tuple(row.signatures.items()) for row in rows}
     if len(signatures) > 1:
         notes.append("the models were not scored in the same way: their signatures differ")
-    lengths = _lengths(finished, notes, say)
-    return Group(
-        corpus, pair, counts[0] if counts else None, rows, lengths, list(dict.fromkeys(notes))
-    )
+    lengths = test_set.lengths(finished, missing, say)
+    notes = [*dict.fromkeys(notes), *missing.lines()]
+    return Group(corpus, pair, counts[0] if counts else None, rows, lengths, notes)
 
 
 def _row(
@@ -252,11 +244,9 @@ def _values(of_seed: Mapping[int, Result], key: str) -> list[float]:
     return [float(run.score[key]) for run in of_seed.values() if run.score is not None]
 
 
-def _difference(
-    of_seed: Mapping[int, Result], base: Mapping[int, Result], say: Callable[[str], None]
-) -> tuple[Difference, list[str]]:
+def _seeds_of_one_only(of_seed: Mapping[int, Result], base: Mapping[int, Result]) -> list[str]:
     model, name = (next(iter(runs.values())).model for runs in (of_seed, base))
-    notes = [
+    return [
         f"seed {_list(only)}: finished with {one}, but not with {other}"
         for one, other, only in (
             (model, name, sorted(of_seed.keys() - base.keys())),
@@ -264,13 +254,22 @@ def _difference(
         )
         if only
     ]
+
+
+def _difference(
+    of_seed: Mapping[int, Result],
+    base: Mapping[int, Result],
+    missing: Missing,
+    say: Callable[[str], None],
+) -> Difference:
+    name = next(iter(base.values())).model
     tests = []
     for seed in sorted(of_seed.keys() & base.keys()):
         run = of_seed[seed]
         try:
             found, known = test_set.significance(run, base[seed], test_set.locate(run))
         except QKNormError as error:
-            notes.append(f"no significance over the test set for {model} seed {seed}: {error}")
+            missing.add("significance over the test set", run, error)
             continue
         if not known:
             say(f"{run.title} against {name}: p = {found['p_bootstrap']:.3f}")
@@ -285,7 +284,7 @@ def _difference(
         key: (_values(of_seed, key), _values(base, key)) for key in ("bleu_tok", "bleu", "chrf")
     }
     bleu_tok, bleu, chrf = (statistics.fmean(a) - statistics.fmean(b) for a, b in values.values())
-    return Difference(name, bleu_tok, bleu, chrf, tests, *welch(*values["bleu_tok"])), notes
+    return Difference(name, bleu_tok, bleu, chrf, tests, *welch(*values["bleu_tok"]))
 
 
 def averages(groups: Sequence[Group]) -> list[Average]:
@@ -309,34 +308,6 @@ def averages(groups: Sequence[Group]) -> list[Average]:
         for (corpora, model, base), pairs in found.items()
         if len(pairs) > 1
     ]
-
-
-def _lengths(
-    finished: Mapping[str, Mapping[int, Result]], notes: list[str], say: Callable[[str], None]
-) -> Lengths | None:
-    bleu: dict[str, list[list[float | None]]] = {}
-    sentences: list[int] = []
-    for model, of_seed in finished.items():
-        for run in of_seed.values():
-            try:
-                where = test_set.locate(run)
-                found, known = test_set.bleu_by_length(run, where)
-                sentences = sentences or [len(n) for n in test_set.in_bins(where.lengths())]
-            except QKNormError as error:
-                notes.append(f"no BLEU by length for {model} seed {run.seed}: {error}")
-                continue
-            if not known:
-                say(f"{run.title}: BLEU by length")
-            bleu.setdefault(model, []).append(found)
-    if not bleu:
-        return None
-    there = [number for number, count in enumerate(sentences) if count]
-    names = [f"{max(low, 1)}-{high}" if high < 10**9 else f"{low}+" for low, high in test_set.BINS]
-    return Lengths(
-        [names[number] for number in there],
-        [sentences[number] for number in there],
-        {model: [[seed[n] for n in there] for seed in seeds] for model, seeds in bleu.items()},
-    )
 
 
 def _commands(of_seed: Mapping[int, Result]) -> list[str]:

@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -46,6 +47,28 @@ class TestSet:
         return run.folder / name
 
 
+class Missing:
+    """What could not be computed, and why: a line for all runs with the same reason."""
+
+    def __init__(self) -> None:
+        self.runs: dict[tuple[str, str], list[str]] = defaultdict(list)
+
+    def add(self, what: str, run: Result, error: QKNormError) -> None:
+        self.runs[what, str(error)].append(f"{run.model} seed {run.seed}")
+
+    def lines(self) -> list[str]:
+        return [f"no {what} for {', '.join(of)}: {why}" for (what, why), of in self.runs.items()]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """BLEU by the words of the source sentence: for each model, for each seed, for each bin."""
+
+    bins: list[str]
+    sentences: list[int]
+    bleu: dict[str, list[list[float | None]]]
+
+
 def locate(run: Result) -> TestSet:
     """The test set that a run was scored on.
 
@@ -54,7 +77,7 @@ def locate(run: Result) -> TestSet:
     Raises:
         QKNormError: it isn't there (the runs were copied here, say), or has changed.
     """
-    for beside in (run.folder.parents[4], Path.cwd()):
+    for beside in (run.folder.resolve().parents[4], Path.cwd()):
         folder = beside / run.data
         if (folder / DESCRIPTION).is_file():
             break
@@ -117,6 +140,38 @@ def bleu_by_length(run: Result, where: TestSet) -> tuple[list[float | None], boo
 
     found, known = _kept(run, "BLEU by length", [hyp, ref, where.source], compute)
     return list(found), known
+
+
+def lengths(
+    finished: Mapping[str, Mapping[int, Result]], missing: Missing, say: Callable[[str], None]
+) -> Lengths | None:
+    """BLEU by length of all finished runs, by model and seed; None where there is none.
+
+    The runs are of one pair, whose test set they share.
+    """
+    scores: dict[str, list[list[float | None]]] = {}
+    sentences: list[int] = []
+    for model, of_seed in finished.items():
+        for run in of_seed.values():
+            try:
+                where = locate(run)
+                found, known = bleu_by_length(run, where)
+                sentences = sentences or [len(n) for n in in_bins(where.lengths())]
+            except QKNormError as error:
+                missing.add("BLEU by length", run, error)
+                continue
+            if not known:
+                say(f"{run.title}: BLEU by length")
+            scores.setdefault(model, []).append(found)
+    if not scores:
+        return None
+    there = [number for number, count in enumerate(sentences) if count]
+    names = [f"{max(low, 1)}-{high}" if high < 10**9 else f"{low}+" for low, high in BINS]
+    return Lengths(
+        [names[number] for number in there],
+        [sentences[number] for number in there],
+        {model: [[seed[n] for n in there] for seed in seeds] for model, seeds in scores.items()},
+    )
 
 
 def in_bins(lengths: Sequence[int]) -> list[list[int]]:
