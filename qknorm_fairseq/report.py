@@ -103,6 +103,8 @@ def make(
     sections = []
     for group in summary.groups:
         own = of_pair[group.corpus, group.pair]
+        if going := sum(1 for run in own if run.score is None and run.history):
+            group.notes.append(f"the curves of training include {going} runs without a score")
         found = _attention(own, group.notes, cpu=cpu) if attention else {}
         sections.append(Section(group, _plots(group, own, found, out / "plots"), found))
         say(f"{group.title}: plots")

@@ -33,7 +33,7 @@ def of_group(group: Group) -> list[Table]:
     """Scores, significance over the test set, cost; those that have a row."""
     paper = any(row.paper is not None for row in group.rows)
     scores = Table(
-        "Scores (mean ± standard deviation over the seeds)",
+        "Scores: mean ± standard deviation over the seeds; p by bootstrap and by Welch's t-test",
         (
             *("model", "seeds", "tokenized BLEU", "BLEU", "chrF", "difference"),
             *(f"p < {LEVEL} on the test set", "p over seeds"),

@@ -334,6 +334,7 @@ def test_unfinished_runs_are_listed(reported: tuple[Path, str, str]) -> None:
         f"{folder}/transformer/seed1",
         "no config.yaml: not begun, or not a run's folder",
         "mine: checkpoints, but no run's folder; left out",
+        "the curves of training include 2 runs without a score",
     )
 
 
