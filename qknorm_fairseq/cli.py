@@ -426,6 +426,55 @@ def bench(
     print(f"{on['processor']}, {on['cores']} cores; Python {on['python']}; {packages}")
 
 
+@app.command()
+def attention(
+    checkpoint: Annotated[Path, typer.Option("--checkpoint", "-c", help="What was trained.")],
+    source: Annotated[str, typer.Option(help="A sentence.")],
+    target: Annotated[
+        str | None, typer.Option(help="Its translation (default: the model's own, beam 4).")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the files (default: attention; with --json none)."),
+    ] = None,
+    kind: Annotated[
+        str, typer.Option(help="encoder, decoder (self-attention) or cross.")
+    ] = "cross",
+    layer: Annotated[int | None, typer.Option(help="From 1 on (default: the last).")] = None,
+    head: Annotated[int | None, typer.Option(help="From 1 on (default: all).")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Prepared folder (default: beside the checkpoint, or where it trained)."),
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Don't use a GPU.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show which subwords attend to which: a heat map (PNG, SVG) and a page with all of them."""
+    if kind not in ("encoder", "decoder", "cross"):
+        raise typer.BadParameter(f"--kind {kind!r}: there is encoder, decoder and cross")
+    if not source.strip():
+        raise typer.BadParameter("--source is empty: give it a sentence")
+    from qknorm_fairseq import attention_maps
+    from qknorm_fairseq.figures import save
+    from qknorm_fairseq.translator import Translator
+
+    maps = attention_maps.attend(Translator(checkpoint, data=data, cpu=cpu), source, target)
+    try:
+        layer, heads = maps.chosen(kind, layer, head)
+    except LookupError as error:
+        raise typer.BadParameter(str(error)) from None
+    if as_json:
+        print(attention_maps.as_json(maps, kind, layer, heads))
+        if out is None:
+            return
+    out = out or Path("attention")
+    stem = out / (f"{kind}_layer{layer}" + (f"_head{head}" if head else ""))
+    save(attention_maps.figure(maps, kind, layer, heads), stem)
+    page = out / "attention.html"
+    attention_maps.write_page(page, maps, kind, layer, head, model=str(checkpoint))
+    say(f"Written: {stem}.png, {stem}.svg and, with all layers and heads, {page}")
+
+
 def main() -> None:
     """The `qknorm` command."""
     run_app(app)

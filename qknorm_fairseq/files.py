@@ -15,12 +15,17 @@ from typing import Any
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8 with Unix line ends: a reader sees the old file or the new one."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """The same for bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     work = Path(name)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         work.chmod(0o666 & ~_umask())  # mkstemp makes private files; ours are ordinary ones

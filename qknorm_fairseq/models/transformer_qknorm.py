@@ -49,15 +49,18 @@ from qknorm_fairseq.modules.attention import (
     QKNormMultiheadAttention,
     g0_from_length,
 )
+from qknorm_fairseq.modules.decoding import DecoderCache, Reordered
 from qknorm_fairseq.modules.dropout import FastDropout, dropout
 from qknorm_fairseq.modules.embeddings import FixNormEmbedding, OutputProjection
 from qknorm_fairseq.modules.initialization import small_init
+from qknorm_fairseq.modules.linear import project
 from qknorm_fairseq.modules.packing import Layout, Packed
 from qknorm_fairseq.modules.scale_norm import ScaleNorm
 from qknorm_fairseq.modules.word_dropout import drop_words
 
 logger = logging.getLogger(__name__)
 
+CACHE = "qknorm_cache"  # in fairseq's incremental state
 PREPARED = "qknorm.json"  # what `qknorm prepare` stores beside the binarized text
 
 
@@ -265,6 +268,28 @@ class QKNormDecoderLayer(_FastLayer, TransformerDecoderLayerBase):  # type: igno
         if cfg.fast:
             self.make_fast(cfg)
 
+    def can_step(self) -> bool:
+        """Whether it has nothing but what `step` does."""
+        more = (self.attn_ln, self.c_attn, self.ffn_layernorm, self.w_resid)
+        return self.encoder_attn is not None and all(each is None for each in more)
+
+    def step(
+        self, x: Tensor, layer: int, cache: DecoderCache, *, need_attn: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """fairseq's forward for the newest token of N hypotheses, N x C, when decoding."""
+        before = self.normalize_before
+        y = self.self_attn_layer_norm(x) if before else x
+        x = x + self.self_attn.attend_to_past(y, layer, cache)
+        x = x if before else self.self_attn_layer_norm(x)
+        y = self.encoder_attn_layer_norm(x) if before else x
+        y, weights = self.encoder_attn.attend_to_source(y, layer, cache, need_weights=need_attn)
+        x = x + y
+        x = x if before else self.encoder_attn_layer_norm(x)
+        y = self.final_layer_norm(x) if before else x
+        y = self.activation_dropout_module(self.activation_fn(project(self.fc1, y)))
+        x = x + project(self.fc2, y)
+        return x if before else self.final_layer_norm(x), weights
+
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
     ) -> nn.Module:
@@ -322,8 +347,70 @@ class QKNormEncoder(TransformerEncoderBase):  # type: ignore[misc]
             x = layer(x, encoder_padding_mask=Packed(layout, layout, mask))
         return x if self.layer_norm is None else self.layer_norm(x)
 
+    def reorder_encoder_out(self, encoder_out: Any, new_order: Tensor) -> Any:
+        if isinstance(encoder_out, Reordered):
+            return encoder_out.reordered(new_order)
+        return Reordered(encoder_out, new_order, super().reorder_encoder_out)
+
 
 class QKNormDecoder(TransformerDecoderBase):  # type: ignore[misc]
+    steps = False  # whether it decodes by `_step`
+
+    def extract_features_scriptable(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Any,
+        incremental_state: dict[str, Any] | None = None,
+        full_context_alignment: bool = False,
+        alignment_layer: int | None = None,
+        alignment_heads: int | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """fairseq's, but for the usual decoding token by token."""
+        usual = alignment_layer is None and alignment_heads is None and encoder_out is not None
+        if self.steps and usual and incremental_state is not None and not self.training:
+            return self._step(prev_output_tokens, encoder_out, incremental_state)
+        return super().extract_features_scriptable(  # type: ignore[no-any-return]
+            prev_output_tokens,
+            encoder_out,
+            incremental_state,
+            full_context_alignment,
+            alignment_layer,
+            alignment_heads,
+        )
+
+    def _step(
+        self, tokens: Tensor, encoder_out: Any, incremental_state: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """N x T tokens, of which only the last are new, to N x 1 x C features."""
+        cache: DecoderCache | None = incremental_state.get(CACHE)
+        if cache is None:
+            cache = incremental_state[CACHE] = DecoderCache.begin(encoder_out, self.layers)
+        x = self.embed_scale * self.embed_tokens(tokens[:, -1])
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(tokens, incremental_state=incremental_state)[:, -1]
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        for number, layer in enumerate(self.layers):
+            # As in fairseq, the last layer's weights are there for whoever aligns with them.
+            last = number == len(self.layers) - 1
+            x, attn = layer.step(x, number, cache, need_attn=last)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        return x.unsqueeze(1), {"attn": [attn.unsqueeze(1)], "inner_states": None}
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        if not self.steps or self.training or features.size(1) > 1:
+            return super().output_layer(features)  # type: ignore[no-any-return]
+        return project(self.output_projection, features.squeeze(1)).unsqueeze(1)
+
+    def reorder_incremental_state_scripting(
+        self, incremental_state: dict[str, Any], new_order: Tensor
+    ) -> None:
+        if CACHE in incremental_state:
+            incremental_state[CACHE].reorder(new_order)
+        else:
+            super().reorder_incremental_state_scripting(incremental_state, new_order)
+
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         return _wrapped(QKNormDecoderLayer(cfg, no_encoder_attn), cfg)
 
@@ -396,6 +483,10 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
         model: TransformerQKNorm = super().build_model(nested, task)
         model.unk, model.pad = task.source_dictionary.unk(), task.source_dictionary.pad()
         model.packs = nested.fast and not _unpackable(nested)
+        model.decoder.steps = model.packs and all(
+            isinstance(layer, QKNormDecoderLayer) and layer.can_step()
+            for layer in model.decoder.layers
+        )
         if nested.residual_norm == "scale":
             replace_layer_norms(model)
         if nested.fixnorm or nested.output_bias or nested.logit_mask:

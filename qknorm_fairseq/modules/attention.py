@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
+from qknorm_fairseq.modules.decoding import DecoderCache
+from qknorm_fairseq.modules.linear import project
 from qknorm_fairseq.modules.packing import Packed
 
 NORMS = ("l2", "rms", "layer", "none")
@@ -56,6 +58,8 @@ def unit(x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(wide.detach(), dim=-1, keepdim=True)
         if norm.numel() and norm.max() < math.inf:
             reciprocal = torch.where(norm > shortest, norm.reciprocal(), 0)
+            if not torch.is_grad_enabled():
+                return (wide * reciprocal).type_as(x)
             return _Unit.apply(wide, reciprocal).type_as(x)  # type: ignore[no-any-return, no-untyped-call]
     # The direction doesn't depend on the length, so the length is first taken out roughly, as a
     # constant: the squares of what remains can't overflow, and the gradient stays the right one.
@@ -333,12 +337,52 @@ class QKNormMultiheadAttention(MultiheadAttention):  # type: ignore[misc]
             return F.scaled_dot_product_attention(
                 q, k.type_as(q), v.type_as(q), attn_mask=allowed, dropout_p=p, scale=1.0
             )
+        return torch.matmul(self.dropout_module(self._weights(q, k, mask)), v)
+
+    def _weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """softmax(q k^T + mask), B x H x T x S."""
         logits = torch.matmul(q, k.transpose(2, 3))
         if mask is not None:
             logits = logits.masked_fill(mask, float("-inf"))
         wide = torch.promote_types(logits.dtype, torch.float32)
-        weights = torch.softmax(logits, dim=-1, dtype=wide).type_as(logits)
-        return torch.matmul(self.dropout_module(weights), v)
+        return torch.softmax(logits, dim=-1, dtype=wide).type_as(logits)
+
+    def source(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
+        """B x S x kdim to the source's keys and values, B x H x S x d both, for decoding."""
+        k = self.normalized(self._heads(self.k_proj(encoded)), self.k_scale)
+        v = self._heads(self.v_proj(encoded))
+        return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+
+    def attend_to_past(self, x: Tensor, layer: int, cache: DecoderCache) -> Tensor:
+        """The newest token of N hypotheses, N x embed_dim, to all up to it, when decoding."""
+        q = self.scaled(self.normalized(self._heads(project(self.q_proj, x)), self.q_scale))
+        k = self.normalized(self._heads(project(self.k_proj, x)), self.k_scale)
+        keys, values = cache.append(layer, k, self._heads(project(self.v_proj, x)))
+        attended = self._dot_product(
+            q.unsqueeze(2), keys, values, None, fused=x.device.type != "cpu"
+        )
+        return project(self.out_proj, attended.flatten(1))
+
+    def attend_to_source(
+        self, x: Tensor, layer: int, cache: DecoderCache, *, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The newest token of N hypotheses, N x embed_dim, to their sources, when decoding.
+
+        Returns:
+            the output, N x embed_dim, and the weights averaged over the heads, N x S, or None.
+        """
+        k, v = cache.sources[layer]
+        q = self.scaled(self.normalized(self._heads(project(self.q_proj, x)), self.q_scale))
+        q = q.view(len(k), cache.beam, *q.shape[1:]).transpose(1, 2)
+        weights = None
+        if need_weights:
+            of_heads = self._weights(q, k, cache.mask)
+            attended = torch.matmul(of_heads, v)
+            weights = of_heads.mean(1).flatten(0, 1)
+        else:
+            fused = x.device.type != "cpu"
+            attended = self._dot_product(q, k, v, cache.mask, fused=fused)
+        return project(self.out_proj, attended.transpose(1, 2).reshape(x.shape)), weights
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
         """Let the weights of a plain attention in; what they lack starts as in a new module."""

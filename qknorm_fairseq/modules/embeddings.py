@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qknorm_fairseq.modules.attention import unit
+from qknorm_fairseq.modules.linear import linear
 
 START = 0.01  # the raw table starts uniform in [-START, START]
 
@@ -56,7 +57,8 @@ class OutputProjection(nn.Module):
         self.register_buffer("allowed", allowed)
 
     def forward(self, features: Tensor) -> Tensor:
-        logits = F.linear(features, self._rows(), self.bias)
+        rows = features.dim() == 2 and not torch.is_grad_enabled()
+        logits = (linear if rows else F.linear)(features, self._rows(), self.bias)
         return logits if self.allowed is None else logits.masked_fill(~self.allowed, float("-inf"))
 
     def _rows(self) -> Tensor:
