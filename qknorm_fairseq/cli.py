@@ -299,6 +299,91 @@ def score(
 
 
 @app.command()
+def compare(
+    base: Annotated[Path, typer.Argument(metavar="BASE.hyp", help="The baseline's hypotheses.")],
+    system: Annotated[Path, typer.Argument(metavar="SYSTEM.hyp", help="The other system's.")],
+    ref: Annotated[Path, typer.Argument(help="References, one a line.")],
+    lang: Annotated[str, typer.Option(help="Target language, for Moses tokenization.")] = "en",
+    tokenized: Annotated[
+        bool, typer.Option("--tokenized", help="The files hold Moses tokens, not raw text.")
+    ] = False,
+    metric: Annotated[str, typer.Option(help="bleu, bleu_tok, chrf or ter.")] = "bleu",
+    as_json: Json = False,
+) -> None:
+    """Is a system better than another by more than chance? Paired tests, by sacreBLEU.
+
+    The same files give the same figures; SACREBLEU_SEED is the seed, as for sacreBLEU.
+    """
+    from dataclasses import asdict
+
+    from qknorm_fairseq.significance import compare_files
+
+    found = compare_files(base, system, ref, metric=metric, lang=lang, tokenized=tokenized)
+    if as_json:
+        print(json.dumps(asdict(found)))
+        return
+    for name, value in ((base, found.base), (system, found.system)):
+        print(f"{metric:<9}{value:7.2f}   {name}")
+    print(
+        f"{'change':<9}{found.difference:+7.2f}   95% interval {found.interval[0]:+.2f} to "
+        f"{found.interval[1]:+.2f}; {found.differing:,} of {found.sentences:,} sentences differ"
+    )
+    print(f"p = {found.p_bootstrap:.4f}   paired bootstrap   {found.signatures['bootstrap']}")
+    print(
+        f"p = {found.p_randomization:.4f}   randomization      {found.signatures['randomization']}"
+    )
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        Path, typer.Argument(metavar="RUNS", help="Folder of runs, of one corpus or of one pair.")
+    ] = Path("runs"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to (default: RUNS/report).")
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="Model to compare with (default: transformer_scalenorm of the same size, else "
+            "the first)."
+        ),
+    ] = None,
+    attention: Annotated[
+        bool, typer.Option("--attention/--no-attention", help="Statistics of the attention.")
+    ] = True,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Don't use a GPU for these.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare all runs: tables, significance and plots, in report.html, report.md, report.json.
+
+    The first time takes a while for each pair of runs; what was computed is kept with the run.
+    """
+    import shlex
+
+    from qknorm_fairseq import report as reports
+    from qknorm_fairseq.progress import Steps
+    from qknorm_fairseq.training import console
+
+    out = out or runs / "report"
+    options = [*(["--base", base] if base else []), *([] if attention else ["--no-attention"])]
+    made = reports.make(
+        runs,
+        out,
+        command=shlex.join(["qknorm", "report", str(runs), *options]),
+        base=base,
+        attention=attention,
+        cpu=cpu,
+        say=Steps(console).done,
+    )
+    if as_json:
+        print(json.dumps(made.as_json()))
+    else:
+        reports.show(made)
+    say(f"Written: {out / 'report.html'}, report.md, report.json and plots/ beside it")
+
+
+@app.command()
 def bench(
     kind: Annotated[str, typer.Argument(help="train, decode or growth.")],
     size: Annotated[str, typer.Option(help="tiny (2+2 layers, 256) or full (6+6, 512).")] = "tiny",

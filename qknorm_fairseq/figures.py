@@ -73,7 +73,7 @@ def svg(figure: Figure, title: str = "") -> str:
     """The figure as an <svg> element for an HTML page, as wide as there is room for.
 
     Its ground is transparent and its ink `currentColor`, so that it can be read on a light and on
-    a dark page. The ids in it begin with a hash of the figure, which keeps those of several
+    a dark page. The ids in it begin with a hash of figure and title, which keeps those of several
     figures apart. The same figure gives the same text.
     """
     file = io.StringIO()
@@ -86,7 +86,7 @@ def svg(figure: Figure, title: str = "") -> str:
     # A style sheet in it would be one of the whole page.
     text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
     text = text.replace(INK, "currentColor")
-    own = "f" + hashlib.sha256(text.encode()).hexdigest()[:10]
+    own = "f" + hashlib.sha256((title + text).encode()).hexdigest()[:10]
     text = re.sub(r'\b(id="|xlink:href="#)|(url\(#)', lambda m: f"{m[0]}{own}-", text)
     name = f' role="img" aria-label="{escape(title)}"' if title else ' role="img"'
     style = "stroke-linejoin: round; stroke-linecap: butt; max-width: 100%; height: auto"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sacrebleu.metrics import BLEU, CHRF, TER
+from sacrebleu.metrics.base import Metric
 
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.text import read_lines
@@ -33,6 +34,58 @@ class Scores:
     signatures: dict[str, str]
 
 
+METRICS = ("bleu_tok", "bleu", "chrf", "ter")
+
+
+def metric_of(name: str, lang: str) -> Metric:
+    """sacreBLEU's metric for one of METRICS.
+
+    Raises:
+        QKNormError: there is no such metric.
+    """
+    if name == "bleu_tok":
+        # force: sacreBLEU warns of tokenized text, which is what is meant here. multi-bleu.perl
+        # knows no smoothing: a text without any common 4-gram has 0.
+        return BLEU(tokenize="none", force=True, smooth_method="none")
+    if name == "bleu":
+        return BLEU(tokenize=BLEU_TOKENIZERS.get(lang, "13a"), force=True)
+    if name == "chrf":
+        return CHRF()
+    if name == "ter":
+        return TER()
+    raise QKNormError(f"no metric {name!r}; there is {', '.join(METRICS)}")
+
+
+def as_tokens(lines: Sequence[str], lang: str, *, tokenized: bool) -> Sequence[str]:
+    """What tokenized BLEU is counted over: Moses tokens, nothing escaped."""
+    return unescape(lines) if tokenized else tokenize(lines, lang)
+
+
+def as_text(lines: Sequence[str], lang: str, *, tokenized: bool) -> Sequence[str]:
+    """What all other metrics read."""
+    return detokenize(unescape(lines), lang) if tokenized else lines
+
+
+def as_scored(lines: Sequence[str], metric: str, lang: str, *, tokenized: bool) -> Sequence[str]:
+    """Hypotheses or references as a metric reads them."""
+    form = as_tokens if metric == "bleu_tok" else as_text
+    return form(lines, lang, tokenized=tokenized)
+
+
+def check_parallel(hypotheses: Sequence[str], references: Sequence[str]) -> None:
+    """
+    Raises:
+        QKNormError: the numbers of lines differ, or there are none.
+    """
+    if len(hypotheses) != len(references):
+        raise QKNormError(
+            f"{len(hypotheses)} hypotheses, but {len(references)} references: "
+            "each needs its counterpart on the same line"
+        )
+    if not references:
+        raise QKNormError("nothing to score: no lines")
+
+
 def score(
     hypotheses: Sequence[str], references: Sequence[str], *, lang: str = "en", tokenized: bool
 ) -> Scores:
@@ -46,33 +99,15 @@ def score(
     Raises:
         QKNormError: the numbers of lines differ, or there are none.
     """
-    if len(hypotheses) != len(references):
-        raise QKNormError(
-            f"{len(hypotheses)} hypotheses, but {len(references)} references: "
-            "each needs its counterpart on the same line"
-        )
-    if not references:
-        raise QKNormError("nothing to score: no lines")
-    tokens: tuple[Sequence[str], Sequence[str]]
-    texts: tuple[Sequence[str], Sequence[str]]
-    if tokenized:
-        hypotheses, references = unescape(hypotheses), unescape(references)
-        tokens = hypotheses, references
-        texts = detokenize(hypotheses, lang), detokenize(references, lang)
-    else:
-        tokens = tokenize(hypotheses, lang), tokenize(references, lang)
-        texts = hypotheses, references
-    metrics = {
-        # force: sacreBLEU warns of tokenized text, which is what is meant here. multi-bleu.perl
-        # knows no smoothing: a text without any common 4-gram has 0.
-        "bleu_tok": (BLEU(tokenize="none", force=True, smooth_method="none"), tokens),
-        "bleu": (BLEU(tokenize=BLEU_TOKENIZERS.get(lang, "13a"), force=True), texts),
-        "chrf": (CHRF(), texts),
-        "ter": (TER(), texts),
-    }
+    check_parallel(hypotheses, references)
+    both = (hypotheses, references)
+    tokens = [as_tokens(lines, lang, tokenized=tokenized) for lines in both]
+    texts = [as_text(lines, lang, tokenized=tokenized) for lines in both]
     values: dict[str, float] = {}
     signatures: dict[str, str] = {}
-    for name, (metric, (hypothesis, reference)) in metrics.items():
+    for name in METRICS:
+        metric = metric_of(name, lang)
+        hypothesis, reference = tokens if name == "bleu_tok" else texts
         values[name] = metric.corpus_score(list(hypothesis), [list(reference)]).score
         signatures[name] = str(metric.get_signature())
     return Scores(**values, signatures=signatures)
@@ -84,10 +119,22 @@ def score_files(hyp: Path, ref: Path, *, lang: str = "en", tokenized: bool = Fal
     Raises:
         QKNormError: a file is missing or not UTF-8, or the numbers of lines differ.
     """
+    hypotheses, references = read_parallel(hyp, ref)
+    return score(hypotheses, references, lang=lang, tokenized=tokenized)
+
+
+def read_parallel(hyp: Path, ref: Path) -> tuple[list[str], list[str]]:
+    """The lines of hypotheses and references.
+
+    Raises:
+        QKNormError: a file is missing, not UTF-8 or empty, or the numbers of lines differ.
+    """
     hypotheses, references = read_lines(hyp), read_lines(ref)
     if len(hypotheses) != len(references):
         raise QKNormError(
             f"{hyp} has {len(hypotheses)} lines and {ref} has {len(references)}: "
             "each hypothesis needs its reference on the same line"
         )
-    return score(hypotheses, references, lang=lang, tokenized=tokenized)
+    if not references:
+        raise QKNormError(f"{ref}: nothing to score: no lines")
+    return hypotheses, references

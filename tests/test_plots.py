@@ -167,6 +167,14 @@ def test_two_figures_share_no_id_in_one_page() -> None:
     assert not set(ids_and_references(inlined[0])[0]) & set(ids_and_references(inlined[1])[0])
 
 
+def test_equal_figures_of_two_pairs_have_their_own_ids() -> None:
+    """Learning rates that follow one schedule look the same."""
+    history = [{"kind": "train_inner", "num_updates": n, "lr": n / 100} for n in (1, 2)]
+    figure = plots.learning_rate({"model": [history]})
+    first, second = (set(ids_and_references(plots.svg(figure, of))[0]) for of in ("gl-en", "sk-en"))
+    assert first and not first & second
+
+
 def test_an_inlined_figure_is_text_in_the_pages_colour_and_always_the_same() -> None:
     def draw() -> str:
         return plots.svg(plots.dev_bleu({"a model": [records(5, 3)]}), "dev <BLEU>")

@@ -1,0 +1,282 @@
+"""`qknorm report`: what is in a folder of runs, as one page with plots, Markdown and JSON.
+
+The outputs hold figures about the text, never the text itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape as markup_escape
+from rich.table import Table as RichTable
+
+import qknorm_fairseq
+from qknorm_fairseq import report_tables as tables
+from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.files import write_json, write_text
+from qknorm_fairseq.report_tables import Table
+from qknorm_fairseq.results import Result, find
+from qknorm_fairseq.summary import Group, Summary, summarize
+from qknorm_fairseq.test_set import Missing
+
+Say = Callable[[str], None]
+Key = tuple[str, str]  # corpus, pair
+Attention = dict[str, list[Mapping[str, Mapping[str, float]]]]  # model: of each seed
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure of a group: its file `plots/<name>.svg` and `.png`, and what it is of."""
+
+    name: str
+    title: str
+    svg: str
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A corpus and pair with all that is shown of it."""
+
+    group: Group
+    plots: list[Plot]
+    attention: Attention
+
+
+@dataclass(frozen=True)
+class Report:
+    summary: Summary
+    sections: list[Section]
+    command: str
+
+    def as_json(self) -> dict[str, Any]:
+        """`report.json`: the fields of :class:`qknorm_fairseq.summary.Summary`, and more."""
+        content = asdict(self.summary)
+        for group, section in zip(content["groups"], self.sections, strict=True):
+            group["attention"] = section.attention
+        return {
+            "version": qknorm_fairseq.__version__,
+            "command": self.command,
+            "metric_of_differences": "bleu_tok",
+            **content,
+        }
+
+
+def make(
+    runs: Path,
+    out: Path,
+    *,
+    command: str,
+    base: str | None = None,
+    attention: bool = True,
+    cpu: bool = False,
+    say: Say = print,
+) -> Report:
+    """Read runs, compare them, and write report.html, report.md, report.json and plots/.
+
+    Args:
+        runs: a folder of runs, as for :func:`qknorm_fairseq.results.find`.
+        command: what the report says that it was made with.
+        base: the model to compare with, as for :func:`qknorm_fairseq.summary.summarize`.
+        attention: compute statistics of the attention from the checkpoints, on the CPU with `cpu`.
+        say: hears of each step that takes a while.
+
+    Raises:
+        QKNormError: there are no runs, or one of their files is damaged.
+    """
+    results, others = find(runs)
+    summary = summarize(results, runs, base=base, say=say)
+    for folder in others:
+        summary.notes.append(
+            f"{folder.relative_to(runs)}: checkpoints, but no run's folder; left out"
+        )
+    of_pair: dict[Key, list[Result]] = defaultdict(list)
+    for result in results:
+        of_pair[result.corpus, result.pair].append(result)
+    sections = []
+    for group in summary.groups:
+        own = of_pair[group.corpus, group.pair]
+        if going := sum(1 for run in own if run.score is None and run.history):
+            group.notes.append(f"the curves of training include {going} runs without a score")
+        found = _attention(own, group.notes, cpu=cpu) if attention else {}
+        sections.append(Section(group, _plots(group, own, found, out / "plots"), found))
+        say(f"{group.title}: plots")
+    report = Report(summary, sections, command)
+    write_json(out / "report.json", report.as_json())
+    write_text(out / "report.md", markdown(report))
+    write_text(out / "report.html", page(report))
+    return report
+
+
+def _attention(results: Sequence[Result], notes: list[str], *, cpu: bool) -> Attention:
+    finished = [result for result in results if result.score is not None]
+    if not finished:
+        return {}
+    from qknorm_fairseq.attention_statistics import of_run
+
+    found: Attention = defaultdict(list)
+    missing = Missing()
+    for run in finished:
+        try:
+            statistics = of_run(run.folder, cpu=cpu)
+        except QKNormError as error:
+            missing.add("attention statistics", run, error)
+        else:
+            found[run.model].append(statistics)
+    notes += missing.lines()
+    return dict(found)
+
+
+def _plots(
+    group: Group, results: Sequence[Result], attention: Attention, folder: Path
+) -> list[Plot]:
+    from qknorm_fairseq import plots
+
+    # The models in one order in all plots, as that gives them their colours.
+    models = dict.fromkeys([*(row.model for row in group.rows), *(r.model for r in results)])
+    histories = {
+        model: [r.history for r in results if r.model == model and r.history] for model in models
+    }
+    histories = {model: seeds for model, seeds in histories.items() if seeds}
+    figures: list[tuple[str, str, Any]] = []
+    if histories:
+        figures += [
+            ("training", "Loss in training and validation", plots.training(histories)),
+            ("dev_bleu", "Development BLEU while training", plots.dev_bleu(histories)),
+            ("learning_rate", "Learning rate", plots.learning_rate(histories)),
+            ("g", "The learned g of each attention", plots.g(histories)),
+        ]
+    if group.lengths:
+        of = group.lengths
+        bleu = {model: of.bleu[model] for model in models if model in of.bleu}
+        figure = plots.bleu_by_length(bleu, of.bins, of.sentences)
+        title = "Tokenized BLEU by words of the source sentence"
+        figures.append(("bleu_by_length", title, figure))
+    if attention:
+        title = "Attention of the trained models over the test set"
+        statistics = {model: attention[model] for model in models if model in attention}
+        figures.append(("attention", title, plots.attention(statistics)))
+    drawn = []
+    for name, title, figure in figures:
+        if figure is not None:
+            stem = f"{group.corpus}_{group.pair}_{name}"
+            plots.save(figure, folder / stem)
+            width, height = figure.get_size_inches()
+            svg = plots.svg(figure, f"{group.title}: {title}")
+            drawn.append(Plot(stem, title, svg, wide=width > 2 * height))
+    return drawn
+
+
+def page(report: Report) -> str:
+    """report.html: one file that loads nothing."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup, escape
+
+    environment = Environment(
+        loader=PackageLoader("qknorm_fairseq"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # Names of models and folders may be broken where a part of them ends.
+    environment.filters["breakable"] = lambda text: Markup(
+        re.sub(r"([_/+])", r"\1<wbr>", str(escape(text)))
+    )
+    return environment.get_template("report.html").render(
+        report=report,
+        tables=tables,
+        signatures=signatures(report.summary),
+        version=qknorm_fairseq.__version__,
+    )
+
+
+def markdown(report: Report) -> str:
+    """report.md, with the plots beside it."""
+    lines = ["# Results", "", f"Made by `{report.command}`.", ""]
+    if report.summary.averages:
+        lines += _markdown_table(tables.of_averages(report.summary.averages))
+    lines += [tables.PAPER_LINE, ""]
+    for section in report.sections:
+        group = section.group
+        count = f" ({group.test_sentences:,} test sentences)" if group.test_sentences else ""
+        lines += [f"## {group.title}{count}", ""]
+        for table in tables.of_group(group):
+            lines += _markdown_table(table)
+        lines += _bullets([line for row in group.rows if (line := tables.seed_line(row))])
+        flagged = [row for row in group.rows if row.flags]
+        for row in flagged:
+            lines += [f"**`{row.model}` differs in more than what is compared:**", ""]
+            lines += _bullets([f"`{flag}`" for flag in row.flags])
+        lines += _bullets(group.notes)
+        commands = [command for row in group.rows for command in row.commands]
+        if commands:
+            lines += ["```bash", *commands, "```", ""]
+        for plot in section.plots:
+            lines += [f"![{plot.title}](plots/{plot.name}.svg)", ""]
+    if report.summary.unfinished:
+        lines += _markdown_table(tables.of_unfinished(report.summary.unfinished))
+    lines += _bullets(report.summary.notes)
+    lines += _bullets(f"{name}: `{signature}`" for name, signature in signatures(report.summary))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _markdown_table(table: Table) -> list[str]:
+    rules = ["---" if n < table.left else "---:" for n in range(len(table.columns))]
+    rows = [table.columns, rules, *table.rows]
+    return [f"**{table.title}**", "", *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def _bullets(items: Any) -> list[str]:
+    lines = [f"- {item}" for item in items]
+    return [*lines, ""] if lines else []
+
+
+def signatures(summary: Summary) -> list[tuple[str, str]]:
+    """(metric or test, sacreBLEU's signature), each that occurs."""
+    rows = [row for group in summary.groups for row in group.rows]
+    found = [each for row in rows for each in row.signatures.items()]
+    tests = [test for row in rows if row.difference for test in row.difference.tests]
+    found += [each for test in tests for each in test.signatures.items()]
+    return list(dict.fromkeys(found))
+
+
+def show(report: Report) -> None:
+    """The tables, what is wrong with them, and what is missing, to standard output."""
+    terminal = Console()
+    # In a file or a pipe rich assumes 80 columns, which would cut the numbers off.
+    console = Console(
+        width=terminal.width if terminal.is_terminal else 140, highlight=False, soft_wrap=True
+    )
+    for section in report.sections:
+        group = section.group
+        console.print(f"\n{group.title}", style="bold", markup=False)
+        for table in tables.of_group(group):
+            console.print(_rich(table))
+        for row in group.rows:
+            for flag in row.flags:
+                console.print(f"! {row.model}: {flag}", style="yellow", markup=False)
+        for note in group.notes:
+            console.print(f"! {note}", style="yellow", markup=False)
+    if report.summary.averages:
+        console.print(_rich(tables.of_averages(report.summary.averages)))
+    if report.summary.unfinished:
+        console.print(_rich(tables.of_unfinished(report.summary.unfinished)))
+    for note in report.summary.notes:
+        console.print(f"{note}", markup=False)
+
+
+def _rich(table: Table) -> RichTable:
+    shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(table.columns):
+        shown.add_column(column, justify="left" if number < table.left else "right")
+    for row in table.rows:
+        shown.add_row(*map(markup_escape, row))
+    return shown

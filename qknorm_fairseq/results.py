@@ -1,0 +1,184 @@
+"""What the folders of runs hold: `runs/<corpus>/<pair>/<model>/seed<N>/`, finished or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.runs import CONFIG, LAST, SCORE
+from qknorm_fairseq.training import DONE
+
+# What experiment.py and training.py call a run's files, beside the names that can be imported.
+ENVIRONMENT, RECORDS = "environment.json", "train.jsonl"
+NUMBERS = (
+    *("bleu_tok", "bleu", "chrf", "ter"),
+    *("params", "updates", "train_seconds", "tokens_per_second", "test_sentences"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run's folder as it stands.
+
+    Attributes:
+        model: the folder's name, the ablation with it: `transformer_qknorm+fixed_g`.
+        score: `score.json`, None for a run that has not been scored.
+    """
+
+    folder: Path
+    corpus: str
+    pair: str
+    model: str
+    seed: int
+    score: Mapping[str, Any] | None
+
+    @property
+    def title(self) -> str:
+        return f"{self.corpus} {self.pair} {self.model} seed {self.seed}"
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved configuration; empty where there is none.
+
+        Raises:
+            QKNormError: it is not YAML.
+        """
+        file = self.folder / CONFIG
+        if not file.is_file():
+            return {}
+        try:
+            content = yaml.safe_load(file.read_bytes())
+        except yaml.YAMLError as error:
+            raise QKNormError(f"{file}: not YAML: {_one_line(error)}") from None
+        if not isinstance(content, dict):
+            raise QKNormError(f"{file}: no configuration")
+        return content
+
+    @cached_property
+    def environment(self) -> Mapping[str, Any]:
+        return read_json(self.folder / ENVIRONMENT)
+
+    @property
+    def command(self) -> str | None:
+        command = self.environment.get("command")
+        return str(command) if command else None
+
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """The training's records, in order, each update once.
+
+        A training that was stopped goes on from its last checkpoint and repeats what came after
+        it: what was recorded last counts. Stopped in the middle of a line, it leaves half of one.
+        """
+        file = self.folder / RECORDS
+        if not file.is_file():
+            return []
+        records = []
+        for line in file.read_text("utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and "num_updates" in record:
+                records.append(record)
+        kept, least = [], dict[Any, float]()
+        for record in reversed(records):
+            kind, updates = record.get("kind"), float(record["num_updates"])
+            if updates < least.get(kind, float("inf")):
+                kept.append(record)
+                least[kind] = updates
+        return kept[::-1]
+
+    @property
+    def updates(self) -> int:
+        """Updates done, as far as they were recorded."""
+        return max((int(record["num_updates"]) for record in self.history), default=0)
+
+    @property
+    def state(self) -> str:
+        """How far a run without a score is."""
+        if not (self.folder / CONFIG).is_file():
+            return "no config.yaml: not begun, or not a run's folder"
+        if (self.folder / DONE).is_file():
+            return f"trained ({self.updates:,} updates), not scored"
+        most = self.config.get("optimization", {}).get("max_update") or 0
+        of = f" of at most {most:,}" if most else ""
+        begun = self.updates or (self.folder / LAST).is_file()
+        return f"training: {self.updates:,} updates{of}" if begun else "no update done"
+
+    @property
+    def data(self) -> Path:
+        """The prepared folder that it was trained on, as seen from where it was trained."""
+        return Path(str(self.config.get("task", {}).get("data", "")))
+
+
+def find(runs: Path) -> tuple[list[Result], list[Path]]:
+    """All runs below a folder, and what else there looks like a training.
+
+    Args:
+        runs: a folder of corpora, of one corpus or of one pair.
+
+    Returns:
+        the runs in order of corpus, pair, model and seed; folders that hold checkpoints without
+        being a run's (what fairseq-train was told to write there, say).
+
+    Raises:
+        QKNormError: there is no such folder, or no run in it, or a `score.json` is damaged.
+    """
+    if not runs.is_dir():
+        raise QKNormError(
+            f"{runs}: no such folder; scripts/reproduce.sh and scripts/demo.sh make it"
+        )
+    results, others = [], []
+    for name, folders, files in os.walk(runs):
+        folder = Path(name)
+        parts = folder.resolve().parts  # `runs` itself may be one of them
+        seed = re.fullmatch(r"seed(\d+)", parts[-1])
+        if seed and len(parts) > 4:
+            corpus, pair, model = parts[-4:-1]
+            results.append(Result(folder, corpus, pair, model, int(seed[1]), _score(folder)))
+            folders.clear()
+        elif any(re.fullmatch(r"checkpoint.*\.pt", file) for file in files):
+            others.append(folder)
+    if not results:
+        raise QKNormError(f"{runs}: no runs in it (<corpus>/<pair>/<model>/seed<N>)")
+    return sorted(results, key=lambda r: (r.corpus, r.pair, r.model, r.seed)), sorted(others)
+
+
+def _score(folder: Path) -> Mapping[str, Any] | None:
+    file = folder / SCORE
+    if not file.is_file():
+        return None
+    content = read_json(file)
+    for key in NUMBERS:
+        if not isinstance(content.get(key), int | float):
+            raise QKNormError(f"{file}: has no number {key!r}; remove it and score the run again")
+    if not isinstance(content.get("signatures"), dict):
+        raise QKNormError(f"{file}: has no 'signatures'; remove it and score the run again")
+    return content
+
+
+def read_json(file: Path) -> Mapping[str, Any]:
+    """An object; empty where there is no file."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise QKNormError(f"{file}: not JSON: {_one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise QKNormError(f"{file}: not a JSON object")
+    return content
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,205 @@
+"""The test set of a run, and what takes long to compute from it, kept in the run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.files import sha256, write_json
+from qknorm_fairseq.prepared_data import DESCRIPTION, Description
+from qknorm_fairseq.results import Result, read_json
+from qknorm_fairseq.text import read_lines
+
+METRIC = "bleu_tok"  # what papers on these corpora report
+CACHE = "comparisons.json"
+# Words of the source sentence, from and to.
+BINS = ((0, 5), (6, 10), (11, 15), (16, 20), (21, 30), (31, 40), (41, 10**9))
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """Where a run's test set is, and what it is."""
+
+    source: Path
+    references: Path
+    description: Description
+
+    @property
+    def lang(self) -> str:
+        return self.description.target_lang
+
+    def lengths(self) -> list[int]:
+        """Words of each source sentence."""
+        return [len(line.split()) for line in read_lines(self.source)]
+
+    def hypotheses(self, run: Result) -> Path:
+        """What the model itself wrote: tokens, if it was trained on such."""
+        name = "hyp.tok.txt" if self.description.tokenized else "hyp.detok.txt"
+        return run.folder / name
+
+
+class Missing:
+    """What could not be computed, and why: a line for all runs with the same reason."""
+
+    def __init__(self) -> None:
+        self.runs: dict[tuple[str, str], list[str]] = defaultdict(list)
+
+    def add(self, what: str, run: Result, error: QKNormError) -> None:
+        self.runs[what, str(error)].append(f"{run.model} seed {run.seed}")
+
+    def lines(self) -> list[str]:
+        return [f"no {what} for {', '.join(of)}: {why}" for (what, why), of in self.runs.items()]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """BLEU by the words of the source sentence: for each model, for each seed, for each bin."""
+
+    bins: list[str]
+    sentences: list[int]
+    bleu: dict[str, list[list[float | None]]]
+
+
+def locate(run: Result) -> TestSet:
+    """The test set that a run was scored on.
+
+    Its folder is looked for beside the folder of the runs and in the current one.
+
+    Raises:
+        QKNormError: it isn't there (the runs were copied here, say), or has changed.
+    """
+    for beside in (run.folder.resolve().parents[4], Path.cwd()):
+        folder = beside / run.data
+        if (folder / DESCRIPTION).is_file():
+            break
+    else:
+        raise QKNormError(f"{run.data}: its test set is not here")
+    description = Description.load(folder)
+    if read_json(run.folder / DESCRIPTION) != read_json(folder / DESCRIPTION):
+        raise QKNormError(f"{run.data}: holds other data now than the run was trained on")
+    source, references = (
+        folder / f"test.{lang}" for lang in (description.source_lang, description.target_lang)
+    )
+    return TestSet(source, references, description)
+
+
+def significance(run: Result, base: Result, where: TestSet) -> tuple[dict[str, Any], bool]:
+    """The fields of :class:`qknorm_fairseq.significance.Comparison`, and whether they were known.
+
+    Raises:
+        QKNormError: hypotheses are missing, or the references are not those of the scores.
+    """
+    files = [where.hypotheses(base), where.hypotheses(run), where.references]
+
+    def compute() -> dict[str, Any]:
+        from qknorm_fairseq.significance import compare_files
+
+        tokenized = where.description.tokenized
+        return asdict(compare_files(*files, metric=METRIC, lang=where.lang, tokenized=tokenized))
+
+    found, known = _kept(run, f"against {base.model} seed {base.seed}", files, compute)
+    for result, value in ((base, found["base"]), (run, found["system"])):
+        if result.score is None or abs(result.score[METRIC] - value) > 0.005:
+            raise QKNormError(
+                f"{result.folder / 'score.json'}: says another BLEU than hypotheses and "
+                f"{where.references} give ({value:.2f})"
+            )
+    return found, known
+
+
+def bleu_by_length(run: Result, where: TestSet) -> tuple[list[float | None], bool]:
+    """BLEU over the sentences of each of BINS (None where there are none), and if it was known.
+
+    Raises:
+        QKNormError: the run's hypotheses are missing, or too few.
+    """
+    hyp, ref = where.hypotheses(run), where.references
+
+    def compute() -> list[float | None]:
+        from qknorm_fairseq.scores import as_scored, metric_of, read_parallel
+
+        form = {"tokenized": where.description.tokenized}
+        hypotheses, references = (
+            list(as_scored(lines, METRIC, where.lang, **form)) for lines in read_parallel(hyp, ref)
+        )
+        lengths, metric = where.lengths(), metric_of(METRIC, where.lang)
+        scores: list[float | None] = []
+        for numbers in in_bins(lengths):
+            some = [hypotheses[n] for n in numbers], [[references[n] for n in numbers]]
+            scores.append(float(metric.corpus_score(*some).score) if numbers else None)
+        return scores
+
+    found, known = _kept(run, "BLEU by length", [hyp, ref, where.source], compute)
+    return list(found), known
+
+
+def lengths(
+    finished: Mapping[str, Mapping[int, Result]], missing: Missing, say: Callable[[str], None]
+) -> Lengths | None:
+    """BLEU by length of all finished runs, by model and seed; None where there is none.
+
+    The runs are of one pair, whose test set they share.
+    """
+    scores: dict[str, list[list[float | None]]] = {}
+    sentences: list[int] = []
+    for model, of_seed in finished.items():
+        for run in of_seed.values():
+            try:
+                where = locate(run)
+                found, known = bleu_by_length(run, where)
+                sentences = sentences or [len(n) for n in in_bins(where.lengths())]
+            except QKNormError as error:
+                missing.add("BLEU by length", run, error)
+                continue
+            if not known:
+                say(f"{run.title}: BLEU by length")
+            scores.setdefault(model, []).append(found)
+    if not scores:
+        return None
+    there = [number for number, count in enumerate(sentences) if count]
+    names = [f"{max(low, 1)}-{high}" if high < 10**9 else f"{low}+" for low, high in BINS]
+    return Lengths(
+        [names[number] for number in there],
+        [sentences[number] for number in there],
+        {model: [[seed[n] for n in there] for seed in seeds] for model, seeds in scores.items()},
+    )
+
+
+def in_bins(lengths: Sequence[int]) -> list[list[int]]:
+    """The numbers of the sentences in each of BINS."""
+    return [[n for n, words in enumerate(lengths) if low <= words <= high] for low, high in BINS]
+
+
+def _kept(
+    run: Result, what: str, files: Sequence[Path], compute: Callable[[], Any]
+) -> tuple[Any, bool]:
+    """What was computed from files and kept in the run's folder; computed where they changed."""
+    for file in files:
+        if not file.is_file():
+            raise QKNormError(f"{file}: no such file")
+    depends = [
+        *map(sha256, files),
+        *(METRIC, version("sacrebleu"), str(BINS), os.environ.get("SACREBLEU_SEED", "")),
+    ]
+    key = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
+    cache = run.folder / CACHE
+    try:
+        known = dict(read_json(cache))
+    except QKNormError:  # damaged: it is only a copy
+        known = {}
+    entry = known.get(what)
+    if isinstance(entry, dict) and entry.get("key") == key:
+        return entry["value"], True
+    value = compute()
+    with contextlib.suppress(OSError):  # a folder that can't be written into costs time only
+        write_json(cache, known | {what: {"key": key, "value": value}})
+    return value, False

@@ -1,0 +1,495 @@
+"""`qknorm report` on folders of runs made by hand, whose figures can be computed by hand too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from browser import DESKTOP, PHONE, browser_page
+from conftest import Run
+
+from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.report import make as make_report
+from qknorm_fairseq.report import markdown, page
+from qknorm_fairseq.results import find
+from qknorm_fairseq.scores import score
+from qknorm_fairseq.summary import Group, Row, Summary, summarize
+
+BASE, QKNORM = "transformer_scalenorm_tiny", "transformer_qknorm_tiny"
+SIGNATURES = {name: f"nrefs:1|{name}" for name in ("bleu_tok", "bleu", "chrf", "ter")}
+SECRET = "zebra"  # a word of the test set: no report may hold it
+REFERENCES = [f"the {SECRET} number {n} of the row ran over {n + 7} old hills ." for n in range(40)]
+DATA = "data/prepared/catalogues/gl-en"
+
+
+def run_folder(
+    root: Path,
+    model: str = QKNORM,
+    seed: int = 1,
+    bleu: float | None = 20.0,
+    *,
+    corpus: str = "catalogues",
+    pair: str = "gl-en",
+    config: Mapping[str, Any] | None = None,
+    hypotheses: Sequence[str] | None = None,
+    updates: Sequence[int] = (50, 100),
+) -> Path:
+    """A run as experiment.py leaves it: trained, and scored unless `bleu` is None.
+
+    Args:
+        config: settings that are not as usual: {"model.dropout": 0.5}.
+        hypotheses: what the scores are computed from; otherwise they are `bleu` and a multiple.
+    """
+    folder = root / "runs" / corpus / pair / model / f"seed{seed}"
+    folder.mkdir(parents=True)
+    settings = {
+        "model._name": model.partition("+")[0],
+        "model.attention_norm": "none" if "scalenorm" in model else "l2",
+        "model.residual_norm": "scale" if "scalenorm" in model else "layer",
+        "model.dropout": 0.3,
+        "common.seed": seed,
+        "task.data": f"data/prepared/{corpus}/{pair}",
+        "optimization.max_update": 1000,
+        "optimization.lr": [0.002],
+        "optimizer.lr": [0.002],
+        "checkpoint.save_dir": str(folder),
+    } | dict(config or {})
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        group, _, name = key.partition(".")
+        nested.setdefault(group, {})[name] = value
+    (folder / "config.yaml").write_text(yaml.safe_dump(nested))
+    command = f"python -m qknorm_fairseq.experiment gl_en model={model} common.seed={seed}"
+    packages = {"torch": "2.13.0"}
+    write_json(folder / "environment.json", {"command": command, "packages": packages})
+    write_json(folder / "qknorm.json", description(corpus))
+    records = [
+        {"kind": kind, "num_updates": n, "loss": 9 - n / 50, "nll_loss": 8 - n / 50, **more}
+        for n in updates
+        for kind, more in (
+            ("train_inner", {"ppl": 30.0, "lr": 0.002}),
+            ("valid", {"ppl": 20.0, "bleu": n / 10}),
+        )
+    ]
+    if "qknorm" in model:
+        records[-1]["g_encoder_1_self"] = 9.5
+    lines = "".join(f"{json.dumps(record)}\n" for record in records)
+    (folder / "train.jsonl").write_text(lines)
+    if bleu is None:
+        return folder
+    (folder / "training.done").touch()
+    values: dict[str, Any] = {"bleu_tok": bleu, "bleu": bleu * 2, "chrf": bleu * 3, "ter": 50.0}
+    values["signatures"] = SIGNATURES
+    if hypotheses is not None:
+        for name in ("hyp.tok.txt", "hyp.detok.txt"):
+            write_lines(folder / name, hypotheses)
+        values = asdict(score(hypotheses, REFERENCES, lang="en", tokenized=True))
+    numbers = {"params": 3_000_000, "updates": 100, "train_seconds": 90.0 + seed}
+    more = {"tokens_per_second": 2000.0, "test_sentences": len(REFERENCES)}
+    write_json(folder / "score.json", {**values, **numbers, **more})
+    return folder
+
+
+def description(corpus: str) -> dict[str, Any]:
+    return {
+        **{"source_lang": "gl", "target_lang": "en", "length": 30.0, "vocab_size": 4000},
+        **{"sentences": {"test": 40}, "corpus": corpus, "made_from": {}, "tokenization": "moses"},
+    }
+
+
+def prepared_folder(root: Path) -> None:
+    """The prepared folder, as far as a report reads it: 20 sources of 4 words, 20 of 12."""
+    folder = root / DATA
+    folder.mkdir(parents=True)
+    write_json(folder / "qknorm.json", description("catalogues"))
+    write_lines(folder / "test.en", REFERENCES)
+    write_lines(folder / "test.gl", ["a b c d"] * 20 + ["a b c d e f g h i j k l"] * 20)
+
+
+def translations(wrong: int) -> list[str]:
+    """The references, the second half without as many of their words."""
+    return [
+        " ".join(["wrong"] * wrong + line.split()[wrong:]) if n >= 20 else line
+        for n, line in enumerate(REFERENCES)
+    ]
+
+
+def write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value))
+
+
+def write_lines(file: Path, lines: Sequence[str]) -> None:
+    file.write_text("".join(f"{line}\n" for line in lines))
+
+
+def summary_of(
+    root: Path, base: str | None = None, say: Callable[[str], None] = lambda line: None
+) -> Summary:
+    return summarize(find(root / "runs")[0], root / "runs", base=base, say=say)
+
+
+def rows_of(group: Group) -> dict[str, Row]:
+    return {row.model: row for row in group.rows}
+
+
+def test_mean_deviation_and_t_test(tmp_path: Path) -> None:
+    for seed, (base, qknorm) in enumerate([(20, 22), (21, 24), (22, 23)], start=1):
+        run_folder(tmp_path, BASE, seed, base)
+        run_folder(tmp_path, QKNORM, seed, qknorm)
+    (group,) = summary_of(tmp_path).groups
+    rows = rows_of(group)
+    assert list(rows) == [BASE, QKNORM]
+    assert rows[BASE].difference is None
+    row = rows[QKNORM]
+    assert (row.bleu_tok.mean, row.bleu_tok.sd) == (23, 1)
+    assert row.bleu.mean, row.chrf.mean == (46, 69)
+    assert row.train_seconds.mean == 92
+    difference = row.difference
+    assert difference is not None and difference.base == BASE
+    assert (difference.bleu_tok, difference.bleu, difference.chrf) == (2, 4, 6)
+    # t = 2 / sqrt(1/3 + 1/3) with 4 degrees of freedom, for which the distribution function is
+    # elementary: p = 1 - sin a (1 + cos^2 a / 2), tan a = t / 2. The interval: 2.776 errors.
+    assert difference.welch_p == pytest.approx(0.070484, abs=1e-6)
+    assert difference.welch_interval == pytest.approx((-0.2670, 4.2670), abs=1e-4)
+    command = "python -m qknorm_fairseq.experiment gl_en model=transformer_qknorm_tiny"
+    assert row.commands == [f"{command} common.seed=1,2,3"]
+    assert row.flags == []
+    # The runs were taken from where they were made: what can't be known is said.
+    assert difference.tests == [] and group.lengths is None
+    runs = ", ".join(f"{QKNORM} seed {seed}" for seed in (1, 2, 3))
+    reason = f"{DATA}: its test set is not here"
+    assert f"no significance over the test set for {runs}: {reason}" in group.notes
+
+
+def test_one_seed_has_no_deviation_and_no_t_test(tmp_path: Path) -> None:
+    run_folder(tmp_path, BASE, 1, 20)
+    run_folder(tmp_path, QKNORM, 1, 21)
+    summary = summary_of(tmp_path)
+    row = rows_of(summary.groups[0])[QKNORM]
+    assert row.bleu_tok.sd is None
+    assert row.difference is not None and row.difference.welch_p is None
+    assert "nothing is known of how much another seed would change" in summary.notes[0]
+
+
+def test_seeds_of_one_model_only_are_said(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        run_folder(tmp_path, BASE, seed)
+    for seed in (2, 3, 4):
+        run_folder(tmp_path, QKNORM, seed)
+    notes = summary_of(tmp_path).groups[0].notes
+    assert f"seed 3, 4: finished with {QKNORM}, but not with {BASE}" in notes
+    assert f"seed 1: finished with {BASE}, but not with {QKNORM}" in notes
+
+
+def test_settings_that_differ_are_flagged(tmp_path: Path) -> None:
+    run_folder(tmp_path, BASE, 1)
+    run_folder(tmp_path, BASE, 2, config={"dataset.max_tokens": 500})
+    lr = {"optimization.lr": [0.001], "optimizer.lr": [0.001]}
+    run_folder(tmp_path, QKNORM, 1, config=lr)
+    run_folder(tmp_path, QKNORM, 2, config=lr | {"dataset.max_tokens": 500})
+    run_folder(tmp_path, f"{QKNORM}+fixed_g", 1, config={"model.g_per": "fixed"})
+    unasked = {"model.g_per": "fixed", "model.dropout": 0.1}
+    run_folder(tmp_path, f"{QKNORM}+heads4", 1, config=unasked)
+    other = run_folder(tmp_path, f"{QKNORM}+postnorm", 1)
+    write_json(other / "qknorm.json", description("catalogues") | {"vocab_size": 99})
+    write_json(other / "environment.json", {"packages": {"torch": "2.6.0"}})
+    flags = {row.model: row.flags for row in summary_of(tmp_path).groups[0].rows}
+    assert flags == {
+        BASE: ["dataset.max_tokens: 500, not None (seed 2)"],
+        QKNORM: ["optimization.lr: [0.001], not [0.002]"],
+        f"{QKNORM}+fixed_g": [],
+        f"{QKNORM}+heads4": ["model.dropout: 0.1, not 0.3"],
+        f"{QKNORM}+postnorm": [
+            "qknorm.json: other data, or prepared in another way",
+            "torch: 2.6.0, not 2.13.0",
+        ],
+    }
+
+
+def test_average_over_pairs(tmp_path: Path) -> None:
+    for corpus, pair, base, qknorm in (
+        ("ted", "gl-en", 20, 21),
+        ("ted", "sk-en", 25, 24),
+        ("iwslt15", "en-vi", 30, 33),
+        ("catalogues", "gl-en", 1, 90),
+    ):
+        run_folder(tmp_path, "transformer_scalenorm", 1, base, corpus=corpus, pair=pair)
+        run_folder(tmp_path, "transformer_qknorm", 1, qknorm, corpus=corpus, pair=pair)
+    summary = summary_of(tmp_path)
+    (average,) = summary.averages  # one pair of the catalogues is no average
+    assert average.corpora == "iwslt15 and ted"
+    assert average.pairs == ["en-vi", "gl-en", "sk-en"]
+    assert average.difference == pytest.approx(1.0)
+    assert average.paper == 0.928
+    papers = {
+        (group.corpus, group.pair, row.model): row.paper
+        for group in summary.groups
+        for row in group.rows
+        if row.paper is not None
+    }
+    assert papers == {
+        ("iwslt15", "en-vi", "transformer_qknorm"): 33.24,
+        ("iwslt15", "en-vi", "transformer_scalenorm"): 32.79,
+    }
+
+
+def test_the_baseline_is_of_the_same_size_or_the_one_asked_for(tmp_path: Path) -> None:
+    for model in (BASE, QKNORM, "transformer_scalenorm", "transformer_qknorm+fixed_g"):
+        run_folder(tmp_path, model)
+    run_folder(tmp_path, "transformer", corpus="demo")
+    run_folder(tmp_path, QKNORM, corpus="demo")
+
+    def bases(base: str | None) -> dict[str, str | None]:
+        return {
+            f"{group.corpus} {row.model}": row.difference and row.difference.base
+            for group in summary_of(tmp_path, base).groups
+            for row in group.rows
+        }
+
+    assert bases(None) == {
+        f"catalogues {BASE}": None,
+        f"catalogues {QKNORM}": BASE,
+        "catalogues transformer_scalenorm": None,
+        "catalogues transformer_qknorm+fixed_g": "transformer_scalenorm",
+        "demo transformer": None,
+        f"demo {QKNORM}": "transformer",
+    }
+    assert set(bases(QKNORM).values()) == {None, QKNORM}
+    with pytest.raises(QKNormError, match="--base nothing: no run of that model; there is"):
+        summary_of(tmp_path, "nothing")
+
+
+@pytest.fixture(scope="module")
+def reported(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A folder with finished and other runs and their report; what the command printed."""
+    root = tmp_path_factory.mktemp("reported")
+    prepared_folder(root)
+    for seed in (1, 2):
+        run_folder(root, BASE, seed, hypotheses=translations(5))
+        run_folder(root, QKNORM, seed, hypotheses=translations(4 if seed == 1 else 5))
+    run_folder(root, QKNORM, 3, None, updates=(50, 120), pair="ar-en")
+    trained = run_folder(root, f"{QKNORM}+fixed_g", 1, None, pair="ar-en")
+    (trained / "training.done").touch()
+    (root / "runs" / "catalogues" / "gl-en" / "transformer" / "seed1").mkdir(parents=True)
+    run_folder(root, BASE, 1, 20, pair="sk-en")
+    dropout = {"model.dropout": 0.5}
+    run_folder(root, QKNORM, 1, 22, pair="sk-en", config=dropout)
+    (root / "runs" / "mine").mkdir()
+    (root / "runs" / "mine" / "checkpoint_best.pt").touch()
+    done = run("qknorm", "report", "--cpu", "--out", "out", cwd=root)
+    assert done.returncode == 0, done.stderr
+    return root, done.stdout, done.stderr
+
+
+def in_all(reported: tuple[Path, str, str], *texts: str) -> None:
+    """The terminal, Markdown and the page say it."""
+    root, printed, _ = reported
+    parser = PageText()
+    parser.feed((root / "out" / "report.html").read_text("utf-8"))
+    written = (root / "out" / "report.md").read_text("utf-8")
+    for text in texts:
+        for shown in (printed, written, parser.text):
+            assert text in shown.replace("`", ""), text
+
+
+class PageText(HTMLParser):
+    """A page's text, and a check that each element that begins ends in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.open, self.addresses = "", list[str](), list[str]()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "link", "wbr", "br"):
+            self.open.append(tag)
+        loading = ("src", "href", "xlink:href", "srcset", "data", "action", "poster")
+        self.addresses += [value or "" for name, value in attrs if name in loading]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_unfinished_runs_are_listed(reported: tuple[Path, str, str]) -> None:
+    folder = "catalogues/ar-en"
+    in_all(
+        reported,
+        f"{folder}/{QKNORM}/seed3",
+        "training: 120 updates of at most 1,000",
+        f"{folder}/{QKNORM}+fixed_g/seed1",
+        "trained (100 updates), not scored",
+        "catalogues/gl-en/transformer/seed1",
+        "no config.yaml: not begun, or not a run's folder",
+        "mine: checkpoints, but no run's folder; left out",
+        "the curves of training include 2 runs without a score",
+    )
+
+
+def test_figures_and_what_they_lack_are_everywhere(reported: tuple[Path, str, str]) -> None:
+    values = [
+        score(translations(n), REFERENCES, lang="en", tokenized=True).bleu_tok for n in (5, 4)
+    ]
+    mean, sd = sum(values) / 2, (values[1] - values[0]) / 2**0.5
+    in_all(
+        reported,
+        f"{mean:.2f} ± {sd:.2f}",
+        f"{mean - values[0]:+.2f}",
+        "1 better of 2",
+        "model.dropout: 0.5, not 0.3",
+        "Average difference over pairs",
+        f"{(2 + mean - values[0]) / 2:+.3f}",
+        "data/prepared/catalogues/sk-en: its test set is not here",
+        f"seed 2: runs/catalogues/gl-en/{BASE}/seed2/checkpoint_best.pt: no such checkpoint",
+    )
+    assert not list((reported[0] / "out" / "plots").glob("*attention*"))  # of nothing known
+    written = (reported[0] / "out" / "report.md").read_text("utf-8")
+    assert f"experiment gl_en model={QKNORM} common.seed=1,2\n" in written
+    assert "nrefs:1|bs:1000|seed:12345|" in written
+
+
+def test_significance_is_that_of_compare(run: Run, reported: tuple[Path, str, str]) -> None:
+    root = reported[0]
+    content = json.loads((root / "out" / "report.json").read_text("utf-8"))
+    (group,) = (g for g in content["groups"] if g["pair"] == "gl-en")
+    (row,) = (row for row in group["rows"] if row["model"] == QKNORM)
+    first, second = row["difference"]["tests"]
+    files = [root / "runs/catalogues/gl-en" / m / "seed1/hyp.tok.txt" for m in (BASE, QKNORM)]
+    reference = root / DATA / "test.en"
+    options = ("--tokenized", "--metric", "bleu_tok", "--json")
+    compared = json.loads(run("qknorm", "compare", *files, reference, *options).stdout)
+    for key in ("difference", "interval", "p_bootstrap", "p_randomization", "signatures"):
+        assert first[key] == compared[key]
+    assert first["p_bootstrap"] < 0.05
+    assert (second["p_bootstrap"], second["p_randomization"]) == (1, 1)  # the same translations
+
+
+def test_bleu_by_length_is_of_the_sentences_of_that_length(
+    reported: tuple[Path, str, str],
+) -> None:
+    content = json.loads((reported[0] / "out" / "report.json").read_text("utf-8"))
+    (group,) = (g for g in content["groups"] if g["pair"] == "gl-en")
+    lengths = group["lengths"]
+    assert (lengths["bins"], lengths["sentences"]) == (["1-5", "11-15"], [20, 20])
+    half = score(translations(5)[20:], REFERENCES[20:], lang="en", tokenized=True).bleu_tok
+    assert lengths["bleu"][BASE][0] == pytest.approx([100, half])
+
+
+def test_no_text_of_the_corpus_in_it(reported: tuple[Path, str, str]) -> None:
+    files = [file for file in (reported[0] / "out").rglob("*") if file.suffix not in ("", ".png")]
+    assert len(files) > 10
+    for file in files:
+        assert SECRET not in file.read_text("utf-8"), file
+
+
+def test_what_takes_long_is_kept_until_a_translation_changes(
+    reported: tuple[Path, str, str], tmp_path: Path
+) -> None:
+    compared = f"catalogues gl-en {QKNORM} seed 1 against {BASE}"
+    assert compared in reported[2]
+    for name in ("runs", "data"):
+        shutil.copytree(reported[0] / name, tmp_path / name)
+    heard: list[str] = []
+    summary_of(tmp_path, say=heard.append)
+    assert heard == []
+    folder = tmp_path / "runs/catalogues/gl-en" / QKNORM / "seed1"
+    write_lines(folder / "hyp.tok.txt", translations(3))
+    summary = summary_of(tmp_path, say=heard.append)
+    assert heard == [f"catalogues gl-en {QKNORM} seed 1: BLEU by length"]
+    (group,) = (group for group in summary.groups if group.pair == "gl-en")
+    assert "score.json: says another BLEU than hypotheses" in " ".join(group.notes)
+    difference = rows_of(group)[QKNORM].difference
+    assert difference is not None and [test.seed for test in difference.tests] == [2]
+
+
+def test_the_page_is_whole_and_loads_nothing(reported: tuple[Path, str, str]) -> None:
+    text = (reported[0] / "out" / "report.html").read_text("utf-8")
+    parser = PageText()
+    parser.feed(text)
+    assert parser.open == []
+    assert all(address.startswith(("#", "data:,")) for address in parser.addresses)
+    assert "@import" not in text
+    assert text.count("<svg") >= 2 * 4 + 1  # gl-en has lengths too
+    ids = [part.split('"')[0] for part in text.split(' id="')[1:]]
+    assert len(ids) == len(set(ids)) > 0
+    for file in (reported[0] / "out" / "plots").glob("*.svg"):
+        assert file.with_suffix(".png").stat().st_size > 1000
+
+
+def test_the_page_in_a_browser(reported: tuple[Path, str, str]) -> None:
+    file = reported[0] / "out" / "report.html"
+    background = "getComputedStyle(document.body).backgroundColor"
+    with browser_page() as browser:
+        colours = {}
+        for scheme in ("light", "dark"):
+            for size in (DESKTOP, PHONE):
+                browser.open(file, size, scheme)
+                assert browser.run("document.documentElement.scrollWidth") <= size[0]
+                heading = browser.run("getComputedStyle(document.querySelector('thead')).position")
+                assert heading == ("absolute" if size == PHONE else "static")  # cards on a phone
+            colours[scheme] = browser.run(background)
+        assert colours["light"] == "rgb(255, 255, 255)"
+        assert colours["dark"] != colours["light"]
+        assert set(browser.requests) == {file.resolve().as_uri()}
+        assert browser.complaints == []
+
+
+def test_names_are_no_markup(tmp_path: Path) -> None:
+    """A folder may be called anything."""
+    model = "<img src=x onerror=alert(1)>[red]"
+    run_folder(tmp_path, model)
+    report = make_report(
+        tmp_path / "runs", tmp_path / "out", command="<b>", attention=False, say=lambda line: None
+    )
+    assert "<img" not in page(report)
+    assert model in markdown(report)
+
+
+def test_a_resumed_training_counts_once(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, bleu=None, updates=(100, 200, 300))
+    with (folder / "train.jsonl").open("a") as file:
+        file.write('{"kind": "valid", "num_up\n')
+        file.write('{"kind": "valid", "num_updates": 200.0, "loss": 0.5}\n')
+    (result,), _ = find(tmp_path / "runs")
+    losses = [(r["num_updates"], r["loss"]) for r in result.history if r["kind"] == "valid"]
+    assert losses == [(100, 7.0), (200, 0.5)]
+
+
+def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(QKNormError, match="runs: no such folder"):
+        find(tmp_path / "runs")
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(QKNormError, match="runs: no runs in it"):
+        find(tmp_path / "runs")
+    folder = run_folder(tmp_path)
+    good = (folder / "score.json").read_text()
+    for content, says in (
+        ("[]", "score.json: not a JSON object"),
+        (good.replace("params", "x"), "score.json: has no number 'params'"),
+    ):
+        (folder / "score.json").write_text(content)
+        with pytest.raises(QKNormError, match=says):
+            find(tmp_path / "runs")
+    (folder / "score.json").write_text(good)
+    (folder / "config.yaml").write_text("model: [")
+    with pytest.raises(QKNormError, match=r"config\.yaml: not YAML: "):
+        summary_of(tmp_path)
+    (folder / "score.json").write_text(good[:-9])
+    done = run("qknorm", "report", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(
+        f"qknorm: {folder.relative_to(tmp_path) / 'score.json'}: not JSON"
+    )
+    assert done.stderr.count("\n") == 1
