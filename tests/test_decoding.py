@@ -13,7 +13,7 @@ from tiny import Text, build, larger_text, randomize, write_data
 from torch import Tensor
 
 from qknorm_fairseq.modules.decoding import DecoderCache, Reordered
-from qknorm_fairseq.modules.linear import FEW, linear
+from qknorm_fairseq.modules.linear import FEW, MANY, SOME, linear
 
 TEXTS: Text = larger_text(train=12, valid=2)  # sentences of 2 to 9 words: much padding
 
@@ -152,12 +152,13 @@ def test_an_order_put_off_is_made_once_and_reads_as_fairseqs() -> None:
     assert calls == [[0, 0, 2]]
 
 
-@pytest.mark.parametrize("rows", [1, 4, FEW, FEW + 1])
+@pytest.mark.parametrize("outputs", [40, MANY])
+@pytest.mark.parametrize("rows", [1, 4, FEW, FEW + 1, SOME, SOME + 1])
 @pytest.mark.parametrize("bias", [True, False])
-def test_few_rows_are_multiplied_as_many_are(rows: int, bias: bool) -> None:
+def test_few_rows_are_multiplied_as_many_are(rows: int, bias: bool, outputs: int) -> None:
     torch.manual_seed(rows)
-    x, weight = torch.randn(rows, 24), torch.randn(40, 24)
-    offset = torch.randn(40) if bias else None
+    x, weight = torch.randn(rows, 24), torch.randn(outputs, 24)
+    offset = torch.randn(outputs) if bias else None
     found = linear(x, weight, offset)
     assert found.is_contiguous()
     assert torch.allclose(found, torch.nn.functional.linear(x, weight, offset), atol=1e-5)

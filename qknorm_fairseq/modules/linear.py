@@ -1,4 +1,4 @@
-"""Linear layers for a few rows.
+"""Linear layers for few rows.
 
 A step of decoding multiplies each weight with as few rows as there are hypotheses. Libraries for
 CPUs are made for many rows and use neither their cache nor their threads well with four; the
@@ -11,12 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FEW = 16  # rows; above, nothing is gained
+# Where something is gained (`qknorm bench decode`): few rows, or somewhat more and many outputs.
+FEW, SOME = 16, 256  # rows
+MANY = 2048  # outputs
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, as `torch.nn.functional.linear`, for N x C rows."""
-    if x.device.type != "cpu" or x.size(0) > FEW:
+    few = x.size(0) <= (SOME if weight.size(0) >= MANY else FEW)
+    if x.device.type != "cpu" or not few:
         return F.linear(x, weight, bias)
     if bias is None:
         return torch.mm(weight, x.t()).t().contiguous()
