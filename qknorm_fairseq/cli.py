@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -385,7 +386,7 @@ def report(
 
 @app.command()
 def bench(
-    kind: Annotated[str, typer.Argument(help="train, decode or growth.")],
+    kind: Annotated[str, typer.Argument(help="train, decode, growth or prepare.")],
     size: Annotated[str, typer.Option(help="tiny (2+2 layers, 256) or full (6+6, 512).")] = "tiny",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     turns: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 5,
@@ -393,20 +394,25 @@ def bench(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the plots growth.svg and growth.png.")
     ] = None,
+    pairs: Annotated[
+        str, typer.Option(help="Sizes of the text (prepare).")
+    ] = "10000,100000,1000000",
     as_json: Json = False,
 ) -> None:
     """Speed against fairseq's own transformer: ratios, measured in turns on this machine.
 
     growth: seconds and memory of an update as sentences get longer, and batches larger.
+    prepare: those of `qknorm prepare` as the text gets larger.
     """
     from dataclasses import asdict
 
     from qknorm_fairseq import bench as benchmark
     from qknorm_fairseq.environment import machine
 
-    for value, known in ((kind, ("train", "decode", "growth")), (size, tuple(benchmark.SIZES))):
+    kinds = ("train", "decode", "growth", "prepare")
+    for value, known in ((kind, kinds), (size, tuple(benchmark.SIZES))):
         if value not in known:
-            raise typer.BadParameter(f"{value!r}: there is {' and '.join(known)}")
+            raise typer.BadParameter(f"{value!r}: there is {', '.join(known)}")
     if out is not None and kind != "growth":
         raise typer.BadParameter("--out is for growth")
     if device != "cpu":
@@ -414,6 +420,20 @@ def bench(
 
         if device != "cuda" or not torch.cuda.is_available():
             raise QKNormError(f"--device {device}: not on this machine")
+    if kind == "prepare":
+        from qknorm_fairseq import growth_of_prepare
+
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", pairs):
+            raise typer.BadParameter(f"--pairs {pairs}: write numbers, like 10000,100000")
+        sizes = [int(size) for size in pairs.split(",")]
+        calls = growth_of_prepare.measure(sizes, say)
+        if as_json:
+            print(json.dumps({"calls": [asdict(call) for call in calls], "machine": machine()}))
+        else:
+            for call in calls:
+                print(f"{call.pairs:>10,} pairs {call.seconds:8.1f} s {call.peak_mb:8,.0f} MB")
+            print(machine_line(machine()))
+        return
     if kind == "growth":
         from qknorm_fairseq import growth
 

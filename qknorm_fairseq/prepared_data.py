@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +24,14 @@ from qknorm_fairseq import corpus_folder
 from qknorm_fairseq.corpora import SPLITS, VOCAB_SIZE, load_registry
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.files import new_directory, sha256, write_json, write_lines
+from qknorm_fairseq.parallel_text import ParallelText, Say
 from qknorm_fairseq.subwords import Subwords, train_subwords
-from qknorm_fairseq.text import read_lines
-from qknorm_fairseq.tokenization import MOSES, NONE, TOKENIZATIONS, unescape
+from qknorm_fairseq.tokenization import MOSES, NONE, TOKENIZATIONS
 
 DESCRIPTION = "qknorm.json"
 SUBWORDS = "sentencepiece.model"
-CHUNK = 10_000  # lines to segment at a time
+MOST_TRAINING_LINES = 1_000_000  # of the subwords: enough for stable merges, in bounded memory
 L_PERCENTILE = 97.5  # Henry et al. 2020, section 3
-
-Pair = tuple[list[str], list[str]]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -149,9 +148,17 @@ def prepare(
     """
     _check_languages(source_lang, target_lang)
     started = time.monotonic()
-    pairs = {split: _read_pair(split, files[split], skip_empty, say) for split in files}
-    if tokenization == MOSES:
-        pairs = {split: (unescape(left), unescape(right)) for split, (left, right) in pairs.items()}
+    texts = {
+        split: ParallelText(
+            split,
+            files[split],
+            moses=tokenization == MOSES,
+            skip_empty=skip_empty,
+            limit=limit if split == "train" else None,
+            say=say,
+        )
+        for split in files
+    }
     made_from: dict[str, object] = {
         "sha256": {split: [sha256(side) for side in files[split]] for split in files},
         "vocab_size": vocab_size,
@@ -171,29 +178,31 @@ def prepare(
                 f"{out}: already there, but not from these files and options; "
                 "choose another --out or replace it with --force"
             )
-    if limit is not None:
-        pairs["train"] = (pairs["train"][0][:limit], pairs["train"][1][:limit])
-    _mention_overlap(pairs, say)
+    _mention_overlap(texts, say)
 
     with new_directory(out) as folder:
-        train = pairs["train"]
-        learned = train_subwords(train[0] + train[1], vocab_size, folder / SUBWORDS)
+        train = texts["train"]
+        step = -(-2 * train.count // MOST_TRAINING_LINES)
+        sample = list(islice(train.lines(), 0, None, step))
+        learned = train_subwords(sample, vocab_size, folder / SUBWORDS)
+        del sample
         if learned < vocab_size:
             say(f"The text is too small for {vocab_size} subwords: {learned} learned")
         say(f"{learned} joint subwords learned ({time.monotonic() - started:.0f} s)")
 
         subwords = Subwords(folder / SUBWORDS)
-        length = _binarize(pairs, subwords, source_lang, target_lang, folder)
+        length = _binarize(texts, subwords, source_lang, target_lang, folder)
         for split in ("valid", "test"):
-            if split in pairs:
-                for language, lines in zip((source_lang, target_lang), pairs[split], strict=True):
+            if split in texts:
+                for number, language in enumerate((source_lang, target_lang)):
+                    lines = list(chain.from_iterable(texts[split].side(number)))
                     write_lines(folder / f"{split}.{language}", lines)
         description = Description(
             source_lang=source_lang,
             target_lang=target_lang,
             length=length,
             vocab_size=learned,
-            sentences={split: len(source) for split, (source, _) in pairs.items()},
+            sentences={split: text.count for split, text in texts.items()},
             corpus=corpus,
             made_from=made_from,
             tokenization=tokenization,
@@ -218,46 +227,18 @@ def _check_languages(source_lang: str, target_lang: str) -> None:
         )
 
 
-def _read_pair(split: str, files: tuple[Path, Path], skip_empty: bool, say: Say) -> Pair:
-    """Both sides of a split, line by line; pairs that are empty on both sides left out."""
-    source_file, target_file = files
-    source, target = read_lines(source_file), read_lines(target_file)
-    if len(source) != len(target):
-        shorter, longer = sorted((source_file, target_file), key=lambda f: len(read_lines(f)))
-        raise QKNormError(
-            f"{source_file} has {len(source)} lines and {target_file} has {len(target)}: "
-            f"from line {min(len(source), len(target)) + 1} on, {longer} has no counterpart in "
-            f"{shorter}; parallel files need the same number of lines"
-        )
-    if not source:
-        raise QKNormError(f"{source_file}: no lines at all in the {split} set")
-    kept: Pair = ([], [])
-    for number, (left, right) in enumerate(zip(source, target, strict=True), start=1):
-        if left and right:
-            kept[0].append(left)
-            kept[1].append(right)
-        elif (left or right) and not skip_empty:
-            empty = target_file if left else source_file
-            raise QKNormError(
-                f"{empty}, line {number}: empty, while its counterpart is not; mend it, or leave "
-                "such pairs out with --skip-empty"
-            )
-    if not kept[0]:
-        raise QKNormError(f"{source_file}: nothing but empty lines")
-    if len(kept[0]) < len(source):
-        say(f"{split}: {len(source) - len(kept[0]):,} pairs with an empty side left out")
-    return kept
-
-
-def _mention_overlap(pairs: Mapping[str, Pair], say: Say) -> None:
+def _mention_overlap(texts: Mapping[str, ParallelText], say: Say) -> None:
     """A test sentence that stands in the training text makes the scores too good."""
-    known = set(pairs["train"][0])
-    for split in ("valid", "test"):
-        if split in pairs:
-            seen = sum(line in known for line in pairs[split][0])
-            if seen:
-                total = len(pairs[split][0])
-                say(f"Note: {seen:,} of {total:,} {split} sources also stand in train")
+    sources = {
+        split: list(chain.from_iterable(texts[split].side(0)))
+        for split in ("valid", "test")
+        if split in texts
+    }
+    wanted = set(chain.from_iterable(sources.values()))
+    known = {line for part in texts["train"].side(0) for line in part if line in wanted}
+    for split, lines in sources.items():
+        if seen := sum(line in known for line in lines):
+            say(f"Note: {seen:,} of {len(lines):,} {split} sources also stand in train")
 
 
 def _is_made_from(
@@ -276,7 +257,11 @@ def _is_made_from(
 
 
 def _binarize(
-    pairs: Mapping[str, Pair], subwords: Subwords, source_lang: str, target_lang: str, folder: Path
+    texts: Mapping[str, ParallelText],
+    subwords: Subwords,
+    source_lang: str,
+    target_lang: str,
+    folder: Path,
 ) -> float:
     """Segment all splits and binarize them into `folder`; returns L.
 
@@ -293,15 +278,15 @@ def _binarize(
     indices = [dictionary.index(piece) for piece in subwords.pieces]
     end = [dictionary.eos()]
 
-    lengths: list[int] = []
-    for split, sides in pairs.items():
-        for language, lines in zip((source_lang, target_lang), sides, strict=True):
+    lengths = array("L")
+    for split, text in texts.items():
+        for side, language in enumerate((source_lang, target_lang)):
             stem = folder / f"{split}.{source_lang}-{target_lang}.{language}"
             builder = indexed_dataset.make_builder(
                 f"{stem}.bin", impl="mmap", vocab_size=len(dictionary)
             )
-            for start in range(0, len(lines), CHUNK):
-                for numbers in subwords.encode_numbers(lines[start : start + CHUNK]):
+            for lines in text.side(side):
+                for numbers in subwords.encode_numbers(lines):
                     builder.add_item(torch.IntTensor([indices[n] for n in numbers] + end))
                     if split == "train":
                         lengths.append(len(numbers))

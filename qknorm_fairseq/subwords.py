@@ -14,8 +14,6 @@ from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.files import write_lines
 from qknorm_fairseq.text import one_spaced
 
-MOST_TRAINING_LINES = 1_000_000  # enough for stable merges; keeps time and memory bounded
-
 
 class Subwords:
     """A sentencepiece model: raw text to pieces and back.
@@ -70,16 +68,14 @@ def train_subwords(lines: Sequence[str], vocab_size: int, file: Path) -> int:
     Raises:
         QKNormError: the text has too little in it, or too many characters for `vocab_size`.
     """
-    step = -(-len(lines) // MOST_TRAINING_LINES) or 1
-    sample = lines[::step]
-    characters = len({character for line in sample for character in line})
+    characters = len({character for line in lines for character in line})
     # Every character becomes a piece of its own, unless a large writing system would fill the
     # vocabulary with its rarest ones.
     coverage = 1.0 if characters < vocab_size // 4 else 0.9995
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sample),
+            sentence_iterator=iter(lines),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -97,7 +93,7 @@ def train_subwords(lines: Sequence[str], vocab_size: int, file: Path) -> int:
         if needed := re.search(r"smaller than required_chars.*? vs (\d+)", reason):
             reason = f"at least {needed[1]} are needed (--vocab-size)"
         raise QKNormError(
-            f"sentencepiece can't make {vocab_size} subwords of {len(sample)} lines with "
+            f"sentencepiece can't make {vocab_size} subwords of {len(lines)} lines with "
             f"{characters} different characters: {reason}"
         ) from None
     file.write_bytes(model.getvalue())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from qknorm_fairseq.errors import QKNormError
@@ -17,7 +18,12 @@ def one_spaced(line: str) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """All lines of a UTF-8 file, one-spaced, a byte-order mark dropped.
+    """All lines of a file: see :func:`iter_lines`."""
+    return list(iter_lines(path))
+
+
+def iter_lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file, one-spaced, a byte-order mark dropped.
 
     A line ends at a line feed (or CR LF) and nowhere else, so that a Unicode line separator
     inside a sentence doesn't shift the lines after it.
@@ -26,16 +32,17 @@ def read_lines(path: Path) -> list[str]:
         QKNormError: the file is missing, not readable, or not valid UTF-8 (naming the line).
     """
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if number == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                    if not line:
+                        continue
+                yield decode_line(line.removesuffix(b"\n"), path, number)
     except FileNotFoundError:
         raise QKNormError(f"{path}: no such file") from None
     except OSError as error:
         raise QKNormError(f"{path}: {error.strerror}") from None
-    raw = raw.removeprefix(b"\xef\xbb\xbf")
-    lines = raw.split(b"\n")
-    if lines[-1] == b"":
-        lines.pop()
-    return [decode_line(line, path, number) for number, line in enumerate(lines, start=1)]
 
 
 def decode_line(line: bytes, path: Path | str, number: int) -> str:

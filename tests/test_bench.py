@@ -41,8 +41,10 @@ def test_decoding_is_compared_as_a_table(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("fly",), 2, "there is train and decode"),
-        (("train", "--size", "huge"), 2, "there is tiny and full"),
+        (("fly",), 2, "there is train, decode, growth, prepare"),
+        (("train", "--size", "huge"), 2, "there is tiny, full"),
+        (("train", "--out", "plots"), 2, "--out is for growth"),
+        (("prepare", "--pairs", "many"), 2, "write numbers"),
         (("train", "--device", "tpu"), 1, "--device tpu: not on this machine"),
     ],
 )
@@ -90,3 +92,12 @@ def test_alike_sentences_have_the_length_they_are_to_have(tmp_path: Path) -> Non
     for side in bench.LANGUAGES:
         text = load_indexed_dataset(str(tmp_path / f"train.xx-yy.{side}"), dictionary)
         assert [len(text[number]) for number in range(len(text))] == [32] * 4
+
+
+def test_prepare_is_measured_at_each_size(run: Run) -> None:
+    done = run("qknorm", "bench", "prepare", "--pairs", "2000,3000", "--json")
+    assert done.returncode == 0, done.stderr
+    calls = json.loads(done.stdout)["calls"]
+    assert [call["pairs"] for call in calls] == [2000, 3000]
+    assert all(call["seconds"] > 0 and call["peak_mb"] > 50 for call in calls)
+    assert "2,000 pairs: " in done.stderr
