@@ -41,6 +41,11 @@ def load(checkpoint: Path) -> dict[str, Any]:
         QKNormError: there is no such file, it is damaged, or it holds what no checkpoint needs.
     """
     allow_fairseq_classes()
+    if checkpoint.is_dir():
+        raise QKNormError(
+            f"{checkpoint}: a folder; name the checkpoint in it, like "
+            f"{checkpoint / 'checkpoint_best.pt'}"
+        )
     if not checkpoint.is_file():
         raise QKNormError(f"{checkpoint}: no such checkpoint")
     try:

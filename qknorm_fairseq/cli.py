@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -240,8 +241,10 @@ def translate(
     ] = False,
 ) -> None:
     """Translate raw text to raw text: as many lines out as in, in the same order."""
-    from qknorm_fairseq.text import decode_line
+    from qknorm_fairseq.text import decode_lines
 
+    if lenpen is not None and not math.isfinite(lenpen):
+        raise typer.BadParameter(f"--lenpen {lenpen}: a finite number, 1 or so")
     name: Path | str = file or "standard input"
     try:
         stream = file.open("rb") if file else sys.stdin.buffer
@@ -263,10 +266,7 @@ def translate(
     if stream.isatty():
         buffer_size = 1
     with stream:
-        lines = (
-            decode_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, name, number)
-            for number, line in enumerate(stream, start=1)
-        )
+        lines = decode_lines(stream, name)  # type: ignore[arg-type]
         for translation in translator.translate_in_chunks(lines, buffer_size):
             print(translation, flush=buffer_size == 1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -64,6 +66,28 @@ def new_directory(path: Path) -> Iterator[Path]:
             work.replace(path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def sole_maker(path: Path) -> Iterator[None]:
+    """Wait until nobody else makes a directory beside `path`; take away what killed ones left.
+
+    The lock is the folder's own, so no file stays behind. Where a network file system has no
+    locks, there is no waiting.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        else:
+            for left in path.parent.glob(f".{glob.escape(path.name)}.{'[a-z0-9_]' * 8}"):
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        os.close(folder)
 
 
 def sha256(path: Path) -> str:

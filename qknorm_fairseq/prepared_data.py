@@ -23,7 +23,7 @@ import numpy as np
 from qknorm_fairseq import corpus_folder
 from qknorm_fairseq.corpora import SPLITS, VOCAB_SIZE, load_registry
 from qknorm_fairseq.errors import QKNormError
-from qknorm_fairseq.files import new_directory, sha256, write_json, write_lines
+from qknorm_fairseq.files import new_directory, sha256, sole_maker, write_json, write_lines
 from qknorm_fairseq.parallel_text import ParallelText, Say
 from qknorm_fairseq.subwords import Subwords, train_subwords
 from qknorm_fairseq.tokenization import MOSES, NONE, TOKENIZATIONS
@@ -165,49 +165,50 @@ def prepare(
         "limit": limit,
         "skip_empty": skip_empty,
     }
-    if out.exists():
-        if not (out / DESCRIPTION).is_file():  # never somebody's other work, force or not
-            raise QKNormError(
-                f"{out}: already there, and not made by `qknorm prepare`; choose another --out"
-            )
-        if _is_made_from(out, made_from, source_lang, target_lang, tokenization):
-            say(f"{out}: already prepared from these files")
-            return Description.load(out)
-        if not force:
-            raise QKNormError(
-                f"{out}: already there, but not from these files and options; "
-                "choose another --out or replace it with --force"
-            )
-    _mention_overlap(texts, say)
+    with sole_maker(out):
+        if out.exists():
+            if not (out / DESCRIPTION).is_file():  # never somebody's other work, force or not
+                raise QKNormError(
+                    f"{out}: already there, and not made by `qknorm prepare`; choose another --out"
+                )
+            if _is_made_from(out, made_from, source_lang, target_lang, tokenization):
+                say(f"{out}: already prepared from these files")
+                return Description.load(out)
+            if not force:
+                raise QKNormError(
+                    f"{out}: already there, but not from these files and options; "
+                    "choose another --out or replace it with --force"
+                )
+        _mention_overlap(texts, say)
 
-    with new_directory(out) as folder:
-        train = texts["train"]
-        step = -(-2 * train.count // MOST_TRAINING_LINES)
-        sample = list(islice(train.lines(), 0, None, step))
-        learned = train_subwords(sample, vocab_size, folder / SUBWORDS)
-        del sample
-        if learned < vocab_size:
-            say(f"The text is too small for {vocab_size} subwords: {learned} learned")
-        say(f"{learned} joint subwords learned ({time.monotonic() - started:.0f} s)")
+        with new_directory(out) as folder:
+            train = texts["train"]
+            step = -(-2 * train.count // MOST_TRAINING_LINES)
+            sample = list(islice(train.lines(), 0, None, step))
+            learned = train_subwords(sample, vocab_size, folder / SUBWORDS)
+            del sample
+            if learned < vocab_size:
+                say(f"The text is too small for {vocab_size} subwords: {learned} learned")
+            say(f"{learned} joint subwords learned ({time.monotonic() - started:.0f} s)")
 
-        subwords = Subwords(folder / SUBWORDS)
-        length = _binarize(texts, subwords, source_lang, target_lang, folder)
-        for split in ("valid", "test"):
-            if split in texts:
-                for number, language in enumerate((source_lang, target_lang)):
-                    lines = list(chain.from_iterable(texts[split].side(number)))
-                    write_lines(folder / f"{split}.{language}", lines)
-        description = Description(
-            source_lang=source_lang,
-            target_lang=target_lang,
-            length=length,
-            vocab_size=learned,
-            sentences={split: text.count for split, text in texts.items()},
-            corpus=corpus,
-            made_from=made_from,
-            tokenization=tokenization,
-        )
-        write_json(folder / DESCRIPTION, asdict(description))
+            subwords = Subwords(folder / SUBWORDS)
+            length = _binarize(texts, subwords, source_lang, target_lang, folder)
+            for split in ("valid", "test"):
+                if split in texts:
+                    for number, language in enumerate((source_lang, target_lang)):
+                        lines = list(chain.from_iterable(texts[split].side(number)))
+                        write_lines(folder / f"{split}.{language}", lines)
+            description = Description(
+                source_lang=source_lang,
+                target_lang=target_lang,
+                length=length,
+                vocab_size=learned,
+                sentences={split: text.count for split, text in texts.items()},
+                corpus=corpus,
+                made_from=made_from,
+                tokenization=tokenization,
+            )
+            write_json(folder / DESCRIPTION, asdict(description))
     counts = ", ".join(f"{count:,} {split}" for split, count in description.sentences.items())
     say(f"{out}: {counts} pairs, L = {length:g} ({time.monotonic() - started:.0f} s)")
     return description

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from qknorm_fairseq.errors import QKNormError
+
+LONGEST = 1 << 20  # bytes of a line
 
 
 def one_spaced(line: str) -> str:
@@ -33,16 +36,33 @@ def iter_lines(path: Path) -> Iterator[str]:
     """
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                    if not line:
-                        continue
-                yield decode_line(line.removesuffix(b"\n"), path, number)
+            yield from decode_lines(file, path)
     except FileNotFoundError:
         raise QKNormError(f"{path}: no such file") from None
     except OSError as error:
         raise QKNormError(f"{path}: {error.strerror}") from None
+
+
+def decode_lines(stream: BinaryIO, name: Path | str) -> Iterator[str]:
+    """The same for an open stream, a line as soon as it is there.
+
+    Raises:
+        QKNormError: a line is not valid UTF-8, or longer than any sentence; the message has its
+            number. So no input, however long, fills the memory.
+    """
+    number = 0
+    while line := stream.readline(LONGEST + 1):
+        number += 1
+        if len(line) > LONGEST:
+            raise QKNormError(
+                f"{name}, line {number}: longer than {LONGEST:,} bytes, which is no sentence; "
+                "write one sentence a line"
+            )
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line:
+                continue
+        yield decode_line(line.removesuffix(b"\n"), name, number)
 
 
 def decode_line(line: bytes, path: Path | str, number: int) -> str:

@@ -265,6 +265,12 @@ def test_a_length_without_a_g_is_an_error(length: float) -> None:
         starting_g(None, length, None)
 
 
+@pytest.mark.parametrize("g0", [0.0, -3.0, math.nan, math.inf])
+def test_g_starts_above_zero(g0: float) -> None:
+    with pytest.raises(ValueError, match="--qknorm-g0: g starts from a number above 0"):
+        starting_g(g0, None, None)
+
+
 def test_a_stored_length_without_a_g_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "qknorm.json"
     file.write_text('{"length": 1.0}', encoding="utf-8")

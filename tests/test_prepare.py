@@ -492,11 +492,11 @@ def test_a_writing_system_of_thousands_of_characters(run: Run, tmp_path: Path) -
 # Stopped in the middle; two at once
 
 
-def start(files: Files, out: Path) -> subprocess.Popen[bytes]:
+def start(files: Files, out: Path, vocab_size: int = 160) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [
             *(Path(sys.executable).parent / "qknorm", "prepare", *parts(files)),
-            *("--vocab-size", "160", "--out", out),
+            *("--vocab-size", str(vocab_size), "--out", out),
         ],
         env=clean_environment(),
         stderr=subprocess.DEVNULL,
@@ -529,6 +529,18 @@ def test_two_at_once_and_after_one_was_killed(
     processes = [start(parallel_files, out), start(parallel_files, out)]
     assert [process.wait() for process in processes] == [0, 0]
     assert contents(out) == contents(prepared)  # the same bytes as whenever it is made
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+def test_two_at_once_with_different_options_do_not_overwrite_each_other(
+    parallel_files: Files, tmp_path: Path
+) -> None:
+    """One is made; the other is told so, as if it had come later."""
+    out = tmp_path / "out"
+    processes = [start(parallel_files, out, size) for size in (160, 150)]
+    assert sorted(process.wait() for process in processes) == [0, 1]
+    made = json.loads((out / "qknorm.json").read_text())["made_from"]["vocab_size"]
+    assert made == (160, 150)[[process.returncode for process in processes].index(0)]
 
 
 # The text path, with any text

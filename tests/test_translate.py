@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -295,7 +296,7 @@ def with_another_architecture(checkpoint: Path, path: Path) -> None:
 
 NO_CHECKPOINTS: dict[str, tuple[Any, str]] = {
     "missing": (lambda _, path: None, "no such checkpoint"),
-    "a folder": (lambda _, path: path.mkdir(), "no such checkpoint"),
+    "a folder": (lambda _, path: path.mkdir(), "a folder; name the checkpoint in it, like"),
     "empty": (lambda _, path: path.touch(), "damaged"),
     "text": (lambda _, path: path.write_text("hello\n"), "damaged"),
     "cut in half": (cut_in_half, "damaged"),
@@ -377,8 +378,40 @@ def test_a_missing_input_file_is_named_at_once(run: Run, tmp_path: Path) -> None
         assert str(file) in done.stderr
 
 
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(
+    checkpoint: Path, of_test_set: list[str], sentences: list[str]
+) -> None:
+    """It is still being written when the command ends, and what came before is translated."""
+    command = [Path(sys.executable).with_name("qknorm"), "translate", "-c", checkpoint, "--cpu"]
+    with subprocess.Popen(
+        [*command, "--buffer-size", "1"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=clean_environment(),
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr
+        process.stdin.write(f"{sentences[0]}\n".encode())
+        with pytest.raises(BrokenPipeError):
+            for _ in range(1000):  # MiB; memory would show it, were they all read
+                process.stdin.write(b"a" * (1 << 20))
+        message = process.stderr.read().decode()
+        assert process.wait(60) == 1
+        assert process.stdout.read().decode().splitlines() == of_test_set[:1]
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+    assert "standard input, line 2: longer than 1,048,576 bytes" in message
+    assert message.count("\n") == 1
+
+
 @pytest.mark.parametrize(
-    "options", [(), ("-c", "any.pt", "--beam", "0"), ("-c", "any.pt", "--buffer-size", "0")]
+    "options",
+    [
+        (),
+        ("-c", "any.pt", "--beam", "0"),
+        ("-c", "any.pt", "--buffer-size", "0"),
+        ("-c", "any.pt", "--lenpen", "nan"),
+    ],
 )
 def test_wrong_use_exits_2(options: tuple[str, ...], run: Run) -> None:
     done = run("qknorm", "translate", *options)

@@ -12,6 +12,7 @@ import atexit
 import dataclasses
 import json
 import logging
+import math
 import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -594,9 +595,11 @@ def starting_g(g0: float | None, length: float | None, data: str | None) -> floa
         data: fairseq's data directories, separated by colons; the first one counts.
 
     Raises:
-        ValueError: none of the three is there, or L is under 2.
+        ValueError: none of the three is there, L is under 2, or the given value not above 0.
     """
     if g0 is not None:
+        if not 0 < g0 < math.inf:
+            raise ValueError(f"--qknorm-g0: g starts from a number above 0, not {g0}")
         return float(g0)
     source = "--qknorm-length"
     if length is None and data:
