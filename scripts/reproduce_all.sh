@@ -3,7 +3,7 @@
 # too; then the report, in runs/report. Options are those of scripts/reproduce.sh, with --seeds 1,2,3.
 #
 #   scripts/reproduce_all.sh                # on a GPU: days
-#   scripts/reproduce_all.sh --tiny --cpu   # on a laptop: 33 runs, 2 hours
+#   scripts/reproduce_all.sh --tiny --cpu   # on a laptop: 33 runs of minutes each
 #
 # What is done is not done again; after an interruption the same command goes on.
 set -euo pipefail
