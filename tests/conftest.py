@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+from faults import FaultsTable, fault  # noqa: F401  (a fixture)
 from publisher import Publisher, publishing
 
 # Several processes share few cores here: threads that wait by spinning would slow all of them.
@@ -26,6 +27,16 @@ SYLLABLES_YY = ("sha", "dor", "gwe", "çe", "ôt")
 SENTENCES = {"train": 400, "valid": 40, "test": 30}
 
 Files = dict[str, tuple[Path, Path]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", type=Path, help="write the table of faults tried to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("--faults")
+    if file and not hasattr(config, "workerinput"):  # with xdist: once, where all reports arrive
+        config.pluginmanager.register(FaultsTable(file))
 
 
 class Run(Protocol):
