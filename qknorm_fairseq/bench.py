@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +26,10 @@ from qknorm_fairseq.errors import QKNormError
 
 LANGUAGES = ("xx", "yy")
 SENTENCES = 2000
+MATRIX_PRODUCTS = (  # torch's names of them
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise"),
+    *("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::mkldnn_linear"),
+)
 DECODED = 20  # subwords of each translation: the same work for every model
 
 
@@ -99,12 +103,16 @@ class Result:
         per_second: target tokens in training, sentences in decoding; median of the turns.
         ratio: to the baseline in the same turn; median, least, most.
         peak_mb: most memory of its process (on a GPU: of its tensors).
+        products: share of the time that goes into matrix products, by torch's profiler (CPU).
+        bound: the ratio if all but its matrix products took no time at all.
     """
 
     variant: str
     per_second: float
     ratio: tuple[float, float, float]
     peak_mb: float
+    products: float | None
+    bound: float | None
 
 
 def bench(
@@ -146,12 +154,15 @@ def bench(
         ratios = [
             theirs / ours for theirs, ours in zip(seconds[baseline], seconds[name], strict=True)
         ]
+        ratio, products = statistics.median(ratios), done[name]["products"]
         results.append(
             Result(
                 name,
                 done[name]["items"] / statistics.median(seconds[name]),
-                (statistics.median(ratios), min(ratios), max(ratios)),
+                (ratio, min(ratios), max(ratios)),
                 done[name]["peak_mb"],
+                products,
+                ratio / products if products else None,
             )
         )
     return {
@@ -255,13 +266,25 @@ def serve(given: dict[str, Any], requests: IO[str], answers: IO[str]) -> None:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             if given["device"] != "cpu":
                 peak = torch.cuda.max_memory_allocated() / 2**20
-            _reply(answers, items=items, padding=padding, peak_mb=round(peak))
+            products = _share_of_products(work) if given["device"] == "cpu" else None
+            _reply(answers, items=items, padding=padding, peak_mb=round(peak), products=products)
             return
         started = time.perf_counter()
         work()
         if given["device"] != "cpu":
             torch.cuda.synchronize()
         _reply(answers, seconds=time.perf_counter() - started)
+
+
+def _share_of_products(work: Callable[[], None]) -> float:
+    """How much of a turn's time is matrix products, which no other way of writing it saves."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        work()
+    seconds = {each.key: each.self_cpu_time_total for each in profiled.key_averages()}
+    products = sum(seconds.get(name, 0) for name in MATRIX_PRODUCTS)
+    return float(round(products / sum(seconds.values()), 3))
 
 
 def _reply(answers: IO[str], **content: Any) -> None:

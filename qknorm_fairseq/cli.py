@@ -455,13 +455,18 @@ def bench(
         print(json.dumps(found | {"results": results, "machine": on}))
         return
     unit = found["unit"]
-    print(f"{'':<22}{unit:>16}  ratio (least - most)   peak MB")
+    print(f"{'':<22}{unit:>16}  ratio (least - most)   peak MB   products  bound")
     for each in found["results"]:
         ratio, least, most = each.ratio
-        print(
+        line = (
             f"{each.variant:<22}{each.per_second:>16,.1f}  {ratio:.2f} ({least:.2f} - {most:.2f})"
             f"{each.peak_mb:>13,.0f}"
         )
+        if each.products:
+            line += f"{each.products:>11.0%}  {each.bound:.2f}"
+        print(line)
+    if device == "cpu":
+        print("products: share of matrix products; bound: the ratio if the rest took no time")
     print(f"{turns} turns; {100 * found['padding']:.0f}% of the batches is padding")
     print(machine_line(on))
 
