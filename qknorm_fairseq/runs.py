@@ -106,9 +106,14 @@ def plan(config_dir: Path, config_name: str, overrides: Sequence[str]) -> list[R
 @contextmanager
 def _hydra(config_dir: Path, config_name: str) -> Iterator[None]:
     """Hydra with these files, and with all that fairseq and the plugin say of options."""
+    import hydra
     from fairseq.dataclass.initialize import hydra_init
-    from hydra import initialize_config_dir
 
+    if hydra.__version__.startswith("1.0."):
+        raise QKNormError(
+            f"configurations need Hydra 1.1, this is {hydra.__version__}: use Python 3.11 or 3.12, "
+            "whose fairseq takes it, or train with fairseq-train's options"
+        )
     if not (config_dir / f"{config_name}.yaml").is_file():
         there = ", ".join(sorted(file.stem for file in config_dir.glob("*.yaml"))) or "none"
         raise QKNormError(f"{config_dir / config_name}.yaml: no such file; there is {there}")
@@ -117,7 +122,7 @@ def _hydra(config_dir: Path, config_name: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fairseq matches files to schemas as Hydra 1.0 did
         # 1.1 as in fairseq-hydra-train; after a later one fairseq's own options can't be built.
-        with initialize_config_dir(str(config_dir.resolve()), version_base="1.1"):
+        with hydra.initialize_config_dir(str(config_dir.resolve()), version_base="1.1"):
             yield
 
 

@@ -130,8 +130,8 @@ def checkpoint(prepared: Path, run: Run, tmp_path_factory: pytest.TempPathFactor
     return save_dir / "checkpoint_best.pt"
 
 
-def train(run: Run, data: Path, save_dir: Path, *options: object, updates: int = 100) -> None:
-    """A short fairseq-train of a 1+1 layer model of 32 dimensions."""
+def train(run: Run, data: Path, save_dir: Path, *options: object, updates: int = 100) -> str:
+    """A short fairseq-train of a 1+1 layer model of 32 dimensions; what it logged."""
     done = run(
         "fairseq-train",
         data,
@@ -150,6 +150,7 @@ def train(run: Run, data: Path, save_dir: Path, *options: object, updates: int =
         *options,
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from qknorm_fairseq import runs
 from qknorm_fairseq.corpora import load_registry
+from qknorm_fairseq.errors import QKNormError
 
 # Henry et al. 2020 and their repository: corpus, layers, heads, dropout, batches an epoch, epochs
 # at most, the rate under which training stops, and the sizes of train, dev and test.
@@ -85,6 +86,13 @@ def test_a_pair_is_trained_as_the_paper_says(pair: str, model: str) -> None:
     (peak,) = run.config.optimization.lr
     assert peak == pytest.approx(512**-0.5 * 8000 * 8000**-1.5, rel=1e-12)
     assert run.folder == Path(f"runs/{corpus}/{pair}/{model}/seed1")
+
+
+def test_an_old_hydra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that the last official fairseq wants, on Python 3.10."""
+    monkeypatch.setattr("hydra.__version__", "1.0.7")
+    with pytest.raises(QKNormError, match=r"need Hydra 1\.1, this is 1\.0\.7: use Python 3\.11"):
+        runs.plan(PROJECT / "configs", "gl_en", [])
 
 
 def test_no_warmup_starts_where_the_paper_does() -> None:
