@@ -86,6 +86,26 @@ def variants(kind: str, device: str) -> dict[str, list[str]]:
     }
 
 
+def arguments_of(size: Size, data: Any, arguments: Sequence[str], *, device: str) -> list[str]:
+    """The command line of fairseq-train for a variant at a size."""
+    shape = {
+        "layers": size.layers,
+        "embed-dim": size.dim,
+        "ffn-embed-dim": size.ffn_dim,
+        "attention-heads": size.heads,
+    }
+    line = [str(data), "--user-dir", str(Path(__file__).resolve().parent)]
+    for side in ("encoder", "decoder"):
+        line += [part for name, n in shape.items() for part in (f"--{side}-{name}", str(n))]
+        line += [f"--{side}-normalize-before"]
+    for kind, p in zip(("", "attention-", "activation-"), size.dropout, strict=True):
+        line += [f"--{kind}dropout", str(p)]
+    line += ["--share-all-embeddings", "--max-tokens", str(size.max_tokens), "--lr", "1e-4"]
+    line += ["--criterion", "label_smoothed_cross_entropy", "--label-smoothing", "0.1"]
+    line += ["--clip-norm", "1.0", *arguments]
+    return [*line, "--cpu"] if device == "cpu" else line
+
+
 def has_bf16() -> bool:
     """Whether this CPU multiplies bfloat16 itself; where it doesn't, that is the slowest way."""
     try:
@@ -295,23 +315,8 @@ def _configuration(given: dict[str, Any], size: Size) -> Any:
     from fairseq import options, utils
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-    shape = {
-        "layers": size.layers,
-        "embed-dim": size.dim,
-        "ffn-embed-dim": size.ffn_dim,
-        "attention-heads": size.heads,
-    }
-    line = [given["data"], "--user-dir", str(Path(__file__).resolve().parent)]
-    for side in ("encoder", "decoder"):
-        line += [part for name, n in shape.items() for part in (f"--{side}-{name}", str(n))]
-        line += [f"--{side}-normalize-before"]
-    for kind, p in zip(("", "attention-", "activation-"), size.dropout, strict=True):
-        line += [f"--{kind}dropout", str(p)]
+    line = arguments_of(size, given["data"], given["arguments"], device=given["device"])
     line += ["--source-lang", LANGUAGES[0], "--target-lang", LANGUAGES[1]]
-    line += ["--share-all-embeddings", "--max-tokens", str(size.max_tokens), "--lr", "1e-4"]
-    line += ["--criterion", "label_smoothed_cross_entropy", "--label-smoothing", "0.1"]
-    line += ["--clip-norm", "1.0", *given["arguments"]]
-    line += ["--cpu"] if given["device"] == "cpu" else []
     arguments = options.parse_args_and_arch(options.get_training_parser(), input_args=line)
     cfg = convert_namespace_to_omegaconf(arguments)
     utils.import_user_module(cfg.common)

@@ -386,7 +386,7 @@ def report(
 
 @app.command()
 def bench(
-    kind: Annotated[str, typer.Argument(help="train, decode, growth or prepare.")],
+    kind: Annotated[str, typer.Argument(help="train, decode, run, growth or prepare.")],
     size: Annotated[str, typer.Option(help="tiny (2+2 layers, 256) or full (6+6, 512).")] = "tiny",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     turns: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 5,
@@ -397,9 +397,15 @@ def bench(
     pairs: Annotated[
         str, typer.Option(help="Sizes of the text (prepare).")
     ] = "10000,100000,1000000",
+    data: Annotated[Path, typer.Option(help="Prepared data to train on (run).")] = Path(
+        "data/prepared/catalogues/gl-en"
+    ),
+    updates: Annotated[int, typer.Option(min=1, help="Updates of each training (run).")] = 100,
     as_json: Json = False,
 ) -> None:
     """Speed against fairseq's own transformer: ratios, measured in turns on this machine.
+
+    run: whole fairseq-train runs on real data, the start of the program included.
 
     growth: seconds and memory of an update as sentences get longer, and batches larger.
     prepare: those of `qknorm prepare` as the text gets larger.
@@ -409,7 +415,7 @@ def bench(
     from qknorm_fairseq import bench as benchmark
     from qknorm_fairseq.environment import machine
 
-    kinds = ("train", "decode", "growth", "prepare")
+    kinds = ("train", "decode", "run", "growth", "prepare")
     for value, known in ((kind, kinds), (size, tuple(benchmark.SIZES))):
         if value not in known:
             raise typer.BadParameter(f"{value!r}: there is {', '.join(known)}")
@@ -447,27 +453,38 @@ def bench(
         else:
             print(growth.table(points), machine_line(machine()), sep="\n")
         return
-    options = {"size": size, "device": device, "turns": turns, "batch_size": batch_size}
-    found = benchmark.bench(kind, **options, say=say)  # type: ignore[arg-type]
     on = machine()
+    found: dict[str, Any]
+    if kind == "run":
+        from qknorm_fairseq import whole_runs
+
+        if not data.is_dir():
+            raise QKNormError(f"{data}: no such folder; see `qknorm prepare --help`")
+        given = {"size": size, "device": device, "turns": turns, "updates": updates}
+        results = whole_runs.measure(data, **given, say=say)  # type: ignore[arg-type]
+        found = {"kind": kind, **given, "unit": "updates/s", "results": results}
+    else:
+        given = {"size": size, "device": device, "turns": turns, "batch_size": batch_size}
+        found = benchmark.bench(kind, **given, say=say)  # type: ignore[arg-type]
     if as_json:
-        results = [asdict(result) for result in found["results"]]
-        print(json.dumps(found | {"results": results, "machine": on}))
+        rows = [asdict(result) for result in found["results"]]
+        print(json.dumps(found | {"results": rows, "machine": on}))
         return
     unit = found["unit"]
-    print(f"{'':<22}{unit:>16}  ratio (least - most)   peak MB   products  bound")
+    profiled = found["results"][0].products is not None
+    heading = "   products  bound" if profiled else ""
+    print(f"{'':<22}{unit:>16}  ratio (least - most)   peak MB{heading}")
     for each in found["results"]:
         ratio, least, most = each.ratio
-        line = (
-            f"{each.variant:<22}{each.per_second:>16,.1f}  {ratio:.2f} ({least:.2f} - {most:.2f})"
-            f"{each.peak_mb:>13,.0f}"
+        shares = f"{each.products:>11.0%}   {each.bound:.2f}" if profiled else ""
+        print(
+            f"{each.variant:<22}{each.per_second:>16,.2f}  {ratio:.2f} ({least:.2f} - {most:.2f})"
+            f"{each.peak_mb:>13,.0f}{shares}"
         )
-        if each.products:
-            line += f"{each.products:>11.0%}  {each.bound:.2f}"
-        print(line)
-    if device == "cpu":
+    if profiled:
         print("products: share of matrix products; bound: the ratio if the rest took no time")
-    print(f"{turns} turns; {100 * found['padding']:.0f}% of the batches is padding")
+    padded = f"; {found['padding']:.0%} of the batches is padding" if "padding" in found else ""
+    print(f"{turns} turns{padded}")
     print(machine_line(on))
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.whole_runs import timed
 
 PAIRS = (10_000, 100_000, 1_000_000)
 WORDS = 20  # of a sentence, on average
@@ -45,16 +42,8 @@ def measure(sizes: Sequence[int], say: Callable[[str], None]) -> list[Preparatio
             both = [f"{folder}/{s}.{side}" for s in ("train", "valid") for side in ("xx", "yy")]
             command = [sys.executable, "-m", "qknorm_fairseq.cli", "prepare", "--train", *both[:2]]
             command += ["--valid", *both[2:], "--out", f"{folder}/out"]
-            started = time.perf_counter()
-            process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-            assert process.stderr is not None
-            said = process.stderr.read()
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
-                raise QKNormError(f"qknorm prepare: {said.strip().splitlines()[-1]}")
-            seconds = time.perf_counter() - started
-        found.append(Preparation(pairs, seconds, round(usage.ru_maxrss / 1024)))
+            seconds, peak_mb = timed(command, "qknorm prepare")
+        found.append(Preparation(pairs, seconds, peak_mb))
         say(f"{pairs:,} pairs: {seconds:.0f} s, {found[-1].peak_mb:,.0f} MB")
     return found
 

@@ -24,6 +24,8 @@ def test_training_is_compared_in_turns(run: Run) -> None:
     for each in found["results"]:
         assert each["per_second"] / baseline["per_second"] == pytest.approx(each["ratio"][0])
         assert each["peak_mb"] > 100
+        assert 0.2 < each["products"] < 1
+        assert each["bound"] == pytest.approx(each["ratio"][0] / each["products"])
     assert 0 < found["padding"] < 0.5
     assert found["machine"]["packages"]["torch"]
     assert done.stderr.count("turn 1 of 1: fairseq transformer ") == 1
@@ -41,10 +43,11 @@ def test_decoding_is_compared_as_a_table(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("fly",), 2, "there is train, decode, growth, prepare"),
+        (("fly",), 2, "there is train, decode, run, growth, prepare"),
         (("train", "--size", "huge"), 2, "there is tiny, full"),
         (("train", "--out", "plots"), 2, "--out is for growth"),
         (("prepare", "--pairs", "many"), 2, "write numbers"),
+        (("run", "--data", "nowhere"), 1, "nowhere: no such folder"),
         (("train", "--device", "tpu"), 1, "--device tpu: not on this machine"),
     ],
 )
@@ -92,6 +95,23 @@ def test_alike_sentences_have_the_length_they_are_to_have(tmp_path: Path) -> Non
     for side in bench.LANGUAGES:
         text = load_indexed_dataset(str(tmp_path / f"train.xx-yy.{side}"), dictionary)
         assert [len(text[number]) for number in range(len(text))] == [32] * 4
+
+
+def test_whole_runs_are_compared(run: Run, prepared: Path) -> None:
+    """A process each, for as many updates as said, on the given data."""
+    options = ("--data", prepared, "--updates", 2, "--turns", 1)
+    done = run("qknorm", "bench", "run", *options, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [each["variant"] for each in found["results"]] == list(bench.variants("train", "cpu"))
+    assert found["results"][0]["ratio"] == [1, 1, 1]
+    for each in found["results"]:
+        assert 0.005 < each["per_second"] < 2  # a program starts in a second or more
+        assert each["peak_mb"] > 200
+    failed = run("qknorm", "bench", "run", "--data", prepared.parent, "--turns", 1)
+    assert failed.returncode == 1
+    assert "fairseq transformer: " in failed.stderr
+    assert "Traceback" not in failed.stderr
 
 
 def test_prepare_is_measured_at_each_size(run: Run) -> None:
