@@ -30,7 +30,7 @@ from qknorm_fairseq.tokenization import MOSES, NONE, TOKENIZATIONS
 
 DESCRIPTION = "qknorm.json"
 SUBWORDS = "sentencepiece.model"
-MOST_TRAINING_LINES = 1_000_000  # of the subwords: enough for stable merges, in bounded memory
+MOST_TRAINING_LINES = 500_000  # of the subwords: enough for stable merges, in bounded memory
 L_PERCENTILE = 97.5  # Henry et al. 2020, section 3
 
 
