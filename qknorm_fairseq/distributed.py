@@ -23,6 +23,9 @@ USAGE = (
     "this is one process of several: start it with torchrun --nproc-per-node 2 -m "
     "qknorm_fairseq.distributed, and then what fairseq-train or fairseq-hydra-train is told"
 )
+# By default process 0 reads a checkpoint and sends it to the others, as an object that torch (2.6
+# and later) refuses to load.
+RESUME = {"checkpoint.load_checkpoint_on_all_dp_ranks": True}
 HYDRA = ("--config-dir", "--config-name", "--config-path", "-cd", "-cn", "-cp")
 
 
@@ -56,39 +59,40 @@ def train(arguments: list[str]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
+    # What you say yourself comes later, and wins.
     settings: dict[str, object] = {
-        "distributed_world_size": os.environ["WORLD_SIZE"],
-        "distributed_rank": os.environ["RANK"],
-        "distributed_init_method": "env://",  # torchrun listens at MASTER_PORT and passes on
-        "distributed_no_spawn": True,
-        "distributed_backend": "gloo",
+        "distributed_training.distributed_world_size": os.environ["WORLD_SIZE"],
+        "distributed_training.distributed_rank": os.environ["RANK"],
+        "distributed_training.distributed_init_method": "env://",  # torchrun's address and port
+        "distributed_training.distributed_no_spawn": True,
+        "distributed_training.distributed_backend": "gloo",
+        "distributed_training.ddp_backend": "legacy_ddp",  # fairseq's default is for GPUs only
+        **RESUME,
     }
     if torch.cuda.is_available():
         local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local >= there:
             raise QKNormError(f"this machine has {there} GPUs: at most --nproc-per-node {there}")
-        settings |= {"distributed_backend": "nccl", "device_id": local}
-    # Another one of yours wins; fairseq's default is for GPUs only.
-    default = {"ddp_backend": "legacy_ddp"}
+        settings["distributed_training.distributed_backend"] = "nccl"
+        settings["distributed_training.device_id"] = local
     if {argument.partition("=")[0] for argument in arguments} & set(HYDRA):
         from fairseq_cli.hydra_train import cli_main
 
         os.environ["HYDRA_FULL_ERROR"] = "1"  # an error comes to us
-        first, last = (
-            [f"distributed_training.{name}={value}" for name, value in part.items()]
-            for part in (default, settings)
-        )
+        ours = [f"{name}={value}" for name, value in settings.items()]
+        # Hydra takes one unbroken row of overrides.
+        overrides = (n for n, part in enumerate(arguments) if "=" in part and part[0] != "-")
+        place = next(overrides, len(arguments))
     else:
         from fairseq_cli.train import cli_main
 
-        first, last = (
-            [
-                f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
-                for name, value in part.items()
-            ]
-            for part in (default, settings)
-        )
-    sys.argv[1:] = [*first, *arguments, *last]
+        ours = [
+            f"--{name.rpartition('.')[2].replace('_', '-')}"
+            + ("" if value is True else f"={value}")
+            for name, value in settings.items()
+        ]
+        place = 0
+    sys.argv[1:] = [*arguments[:place], *ours, *arguments[place:]]
     cli_main()
     torch.distributed.destroy_process_group()
 
@@ -98,10 +102,10 @@ def first_to_fail() -> bool:
 
     They are counted where torchrun lets its processes meet.
     """
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             timeout=timedelta(seconds=5),

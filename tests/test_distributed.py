@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,12 @@ def finished(process: subprocess.Popen[str]) -> str:
 
 
 def logged(output: str) -> list[dict[str, str]]:
-    """The numbers of each update and validation in fairseq's log, but for how long it took."""
-    time_and_size = ("wps", "ups", "wpb", "wall", "train_wall", "gb_free")
+    """The numbers of each update and validation in fairseq's log.
+
+    Without how long they took, and how large the batches of a step were: a step of the validation
+    takes one batch of each process.
+    """
+    time_and_size = ("wps", "ups", "wpb", "bsz", "wall", "train_wall")
     return [
         {
             key: value
@@ -182,7 +187,7 @@ def test_two_nodes_train_what_one_process_does(
     ]
     assert [bleu for _, bleu, _ in epochs if bleu is not None] == expected
     assert len(expected) == EPOCHS
-    assert any(later[2] < before[2] for before, later in zip(epochs, epochs[1:], strict=False)), (
+    assert any(later[2] < before[2] for before, later in pairwise(epochs)), (
         f"no test of the decay with {expected}"
     )
 
@@ -209,7 +214,7 @@ def test_killed_and_started_again_it_ends_the_same(
             break
     else:
         pytest.fail("".join(said))
-    assert len(at_work(tmp_path)) == 3  # torchrun and what it started
+    assert len(at_work(tmp_path)) >= 3  # torchrun, what it started, and what that reads data with
     os.killpg(killed.pid, signal.SIGKILL)
     deadline = time.monotonic() + 20
     while left := at_work(tmp_path):
@@ -244,7 +249,7 @@ def test_four_processes_and_hydra_on_the_plain_path(
     """Passes over the data, whose last batches are not enough for all."""
     settings = [
         *("--config-dir", "configs", "--config-name", "demo", f"task.data={data}"),
-        *("task.source_lang=xx", "task.target_lang=yy", "model.fast=false"),
+        *("task.source_lang=xx", "task.target_lang=yy", "+model.fast=false"),
         *(
             f"model.{side}_{name}={n}"
             for side in ("encoder", "decoder")
@@ -268,6 +273,31 @@ def test_four_processes_and_hydra_on_the_plain_path(
     )
     assert logged(four) == logged(one)
     assert_the_same(tmp_path / "four", tmp_path / "one")
+
+
+def test_the_command_of_the_readme(prepared: Path, tmp_path: Path) -> None:
+    """To the letter but for the number of updates."""
+    readme = (PROJECT / "README.md").read_text("utf-8")
+    block = re.search(r"<!-- tested: torchrun -->\n```bash\n(.*?)```", readme, re.DOTALL)
+    assert block is not None
+    command, changed = re.subn(r"--max-update \d+", "--max-update 2", block[1])
+    assert changed == 1
+    (tmp_path / "qknorm_fairseq").symlink_to(PROJECT / "qknorm_fairseq")  # the README is at home
+    (tmp_path / "data" / "prepared").mkdir(parents=True)
+    (tmp_path / "data" / "prepared" / "mine").symlink_to(prepared)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=tmp_path,
+        env=clean_environment() | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "mine" / "checkpoint_best.pt").is_file()
+    log = done.stdout + done.stderr
+    assert "training on 2 devices" in log and "max tokens per device = 500" in log
 
 
 # Process 1 alone is told another folder.
