@@ -15,6 +15,7 @@ import torch
 import typer
 
 from qknorm_fairseq.corpora import load_registry
+from qknorm_fairseq.distributed import RESUME
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.experiment import run_all
 from qknorm_fairseq.fetch import fetch
@@ -129,6 +130,7 @@ def plan_shared(pair: str, overrides: Sequence[str], gpus: int) -> list[Run]:
     shared = (
         f"distributed_training.distributed_world_size={gpus}",
         f"dataset.max_tokens={runs[0].config.dataset.max_tokens // gpus}",
+        *(f"{name}={value}" for name, value in RESUME.items()),
     )
     return plan(configs, name, [*overrides, *shared])
 

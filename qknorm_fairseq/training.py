@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from qknorm_fairseq.runs import BEST, CONFIG, LAST, Run
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 DONE = "training.done"
 RECORDS = "train.jsonl"
+PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # before a fork needs it
 HYDRA_LEAVES_NOTHING = (  # no folder and no file of its own: it writes to the console only
     *("hydra.run.dir=.", "hydra.output_subdir=null"),
     *("hydra.job_logging.root.handlers=[console]", "++hydra.job_logging.handlers.file.delay=true"),
@@ -62,7 +63,7 @@ def train(run: Run) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        preexec_fn=_end_with_parent() if sys.platform == "linux" else None,
+        preexec_fn=end_with_parent,
     )
     assert process.stdout is not None
     try:
@@ -101,13 +102,14 @@ def _forget_after(updates: int, records: Path) -> None:
     write_lines(records, kept)
 
 
-def _end_with_parent() -> Callable[[], object]:
-    """For a child to call: Linux then ends it when we end, even if we are killed.
+def end_with_parent() -> None:
+    """For a child to call: Linux then ends it when its parent ends, even if that was killed.
 
     A training that goes on unseen would write into the folder of the one started after it.
     """
-    prctl, set_parent_death_signal = ctypes.CDLL(None).prctl, 1
-    return lambda: prctl(set_parent_death_signal, signal.SIGTERM)
+    if PRCTL:
+        set_parent_death_signal = 1
+        PRCTL(set_parent_death_signal, signal.SIGTERM)
 
 
 def _last_error(log: str) -> str:

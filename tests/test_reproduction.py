@@ -162,6 +162,8 @@ def test_gpus_share_the_batch(gpus: int) -> None:
     world = run.config.distributed_training.distributed_world_size
     assert world == gpus
     assert world * run.config.dataset.max_tokens == 4096
+    # torch would refuse the checkpoint that one process sends to the others (see test_distributed).
+    assert run.config.checkpoint.load_checkpoint_on_all_dp_ranks == (gpus > 1)
 
 
 @pytest.mark.parametrize("pair", ["en_vi", "ar_en", "en_he", "gl_en", "sk_en"])
