@@ -20,11 +20,13 @@ import pytest
 import slurm
 from conftest import PROJECT, Run, clean_environment
 from faults import Fault
-from test_configs import TINY_SWEEP
+from test_configs import PAPER, TINY_SWEEP
 from test_experiment import command, score
 from test_iwslt15 import published
 from test_iwslt15 import registry as iwslt15_registry
 from test_reproduction import MODELS, SMALL, reproduce, written
+
+from qknorm_fairseq import runs
 
 pytest.importorskip("submitit")  # not for the Python of the official fairseq
 
@@ -183,7 +185,7 @@ def test_a_cluster_s_jobs_go_on_without_the_command(cluster: Cluster, fault: Fau
 
 def test_a_job_that_slurm_ends(cluster: Cluster, fault: Fault) -> None:
     """Preempted: into the queue again, and on from the checkpoint. Killed: told, and run again."""
-    settings = ("++dataset.num_workers=0", "optimization.max_update=60")
+    settings = ("++dataset.num_workers=0", "optimization.max_update=50")
     folder = cluster.cwd / FOLDER / "seed1"
     first = cluster.start(*settings)
     wait_for(folder / "checkpoint_last.pt")
@@ -205,7 +207,35 @@ def test_a_job_that_slurm_ends(cluster: Cluster, fault: Fault) -> None:
     code, _, said = ended(cluster.start(*settings))
     assert code == 0, said
     assert "seed 1: job 101, see" in said
-    assert score(folder)["updates"] == 60
+    assert score(folder)["updates"] == 50
+
+
+def test_the_reckoned_hours_of_the_readme() -> None:
+    """From the configurations: 6 FLOP for each parameter and token, and validation."""
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+    totals = {5: 0.0, 15: 0.0}
+    for pair, (_, layers, *_, epochs, _, (_, dev, _)) in PAPER.items():
+        (planned,) = runs.plan(PROJECT / "configs", pair.replace("-", "_"), [])
+        config = planned.config
+        d, ffn, vocabulary = (
+            config.model.encoder_embed_dim,
+            config.model.encoder_ffn_embed_dim,
+            8000,
+        )
+        attention, feed_forward, norm = 4 * (d * d + d), 2 * d * ffn + d + ffn, 2 * d
+        parameters = layers * (3 * attention + 2 * feed_forward + 5 * norm) + vocabulary * d
+        updates = config.task.epoch_batches * config.optimization.max_epoch
+        flop = 6 * parameters * config.dataset.max_tokens * updates
+        validation = epochs * dev / 200 / 3600
+        hours = {speed: flop / (speed * 1e12) / 3600 + validation for speed in totals}
+        row = (
+            f"| {pair} | {parameters / 1e6:.1f} M | {updates:,} | {flop / 1e15:.0f} "
+            f"| {validation:.1f} | {hours[5]:.1f} | {hours[15]:.1f} |"
+        )
+        assert row in readme
+        for speed in totals:  # two models; on gl-en fairseq's own too
+            totals[speed] += hours[speed] * 3 * (3 if pair == "gl-en" else 2)
+    assert f"would be {totals[5]:.0f} or {totals[15]:.0f} GPU hours" in readme
 
 
 @pytest.mark.parametrize(
