@@ -37,7 +37,7 @@ from qknorm_fairseq.runs import SCORE, Run
 from qknorm_fairseq.training import console
 
 JOB = "job.json"  # in a run's folder: the SLURM job that was submitted last for it
-RESULT_SECONDS = 15  # a network file system may show a result so much later than it was written
+RESULT_SECONDS = 10  # a network file system may show a result so much later than it was written
 
 
 class Task:

@@ -242,7 +242,7 @@ def test_the_reckoned_hours_of_the_readme() -> None:
     ("arguments", "message"),
     [
         (("--launcher", "submitit_slurm"), "no SLURM on this machine (sbatch is not found)"),
-        (("--launcher", "submitit_moon"), "Could not find 'hydra/launcher/submitit_moon'"),
+        (("--cpu", "--launcher", "submitit_moon"), "Could not find 'hydra/launcher/submitit_moon'"),
         (
             ("--launcher", "submitit_slurm", "hydra.launcher.partitio=gpu"),
             "Could not override 'hydra.launcher.partitio'",
@@ -263,14 +263,17 @@ def test_a_launcher_that_can_t_be_is_told_before_anything_is_done(
 def test_without_the_package_the_launcher_says_what_to_install(
     run: Run, tmp_path: Path, fault: Fault
 ) -> None:
-    """A finder of modules that finds no submitit: as where it isn't installed."""
+    """With imports that don't find it: as where it isn't installed."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
-        "class Without:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
+        "from importlib.machinery import PathFinder\n"
+        "class Without(PathFinder):\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
         "        if name.split('.')[0] in ('submitit', 'hydra_plugins'):\n"
-        "            raise ModuleNotFoundError(name)\n"
-        "sys.meta_path.insert(0, Without())\n"
+        "            return None\n"
+        "        return PathFinder.find_spec(name, path, target)\n"
+        "sys.meta_path[:] = [Without if f is PathFinder else f for f in sys.meta_path]\n"
     )
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     arguments = ("gl-en", "--cpu", "--tiny", "--launcher", "submitit_local")
