@@ -27,6 +27,7 @@ from test_iwslt15 import registry as iwslt15_registry
 from test_reproduction import MODELS, SMALL, reproduce, written
 
 from qknorm_fairseq import runs
+from qknorm_fairseq.reproduction import plan_shared
 
 pytest.importorskip("submitit")  # not for the Python of the official fairseq
 
@@ -208,6 +209,21 @@ def test_a_job_that_slurm_ends(cluster: Cluster, fault: Fault) -> None:
     assert code == 0, said
     assert "seed 1: job 101, see" in said
     assert score(folder)["updates"] == 50
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_job_asks_for_the_gpus_that_its_run_trains_on(
+    gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the script that submitit would hand to sbatch."""
+    from qknorm_fairseq.jobs import Slurm
+
+    for name, value in slurm.install(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    planned = plan_shared("gl-en", ["hydra/launcher=submitit_slurm"], gpus)
+    script = Slurm(planned).executor._executor._make_submission_file_text("true", "1")
+    assert f"#SBATCH --gpus-per-node={gpus}\n" in script
+    assert "#SBATCH --signal=USR2@120\n" in script
 
 
 def test_the_reckoned_hours_of_the_readme() -> None:
