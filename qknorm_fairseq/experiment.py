@@ -42,13 +42,12 @@ def run_all(runs: Sequence[Run], steps: Steps, *, failed: int = 0) -> None:
     Raises:
         QKNormError: some failed; why was said when it happened.
     """
-    finished = []
-    for run in runs:
-        try:
-            execute(run, steps)
-            finished.append(run)
-        except QKNormError as error:
-            steps.failed(f"{run.title}: {error}")
+    if runs and runs[0].launcher:
+        from qknorm_fairseq.jobs import run_as_jobs
+
+        finished = run_as_jobs(runs, steps)
+    else:
+        finished = _run_in_turn(runs, steps)
     # In a file or a pipe rich assumes 80 columns, which would cut the numbers off.
     terminal = Console()
     width = terminal.width if terminal.is_terminal else 120
@@ -65,6 +64,17 @@ def run_all(runs: Sequence[Run], steps: Steps, *, failed: int = 0) -> None:
         raise QKNormError(f"{failed} of {total} runs failed; the same command retries them")
 
 
+def _run_in_turn(runs: Sequence[Run], steps: Steps) -> list[Run]:
+    finished = []
+    for run in runs:
+        try:
+            execute(run, steps)
+            finished.append(run)
+        except QKNormError as error:
+            steps.failed(f"{run.title}: {error}")
+    return finished
+
+
 def execute(run: Run, steps: Steps) -> None:
     """Bring a run to its `score.json`, from wherever it stands.
 
@@ -72,8 +82,7 @@ def execute(run: Run, steps: Steps) -> None:
         QKNormError: the data is not prepared, the folder belongs to another configuration,
             another process is at work in it, or training failed (the message names the log).
     """
-    if not (run.data / DESCRIPTION).is_file():
-        raise QKNormError(f"{run.data}: not prepared yet; see `qknorm prepare --help`")
+    check_data(run)
     with _sole_user(run.folder):
         _claim(run)
         if (run.folder / SCORE).is_file():
@@ -89,6 +98,15 @@ def execute(run: Run, steps: Steps) -> None:
         )
 
 
+def check_data(run: Run) -> None:
+    """
+    Raises:
+        QKNormError: the data is not prepared.
+    """
+    if not (run.data / DESCRIPTION).is_file():
+        raise QKNormError(f"{run.data}: not prepared yet; see `qknorm prepare --help`")
+
+
 @contextmanager
 def _sole_user(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,29 +115,39 @@ def _sole_user(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise QKNormError(f"{folder}: another process is at work on this run") from None
+        except OSError:  # a network file system without locks: nobody can know
+            pass
         yield
 
 
-def _claim(run: Run) -> None:
-    """Store configuration, environment and vocabulary in the folder, or check they are the same.
+def is_begun(run: Run) -> bool:
+    """Whether the folder holds a checkpoint, and so is to go on.
 
     A folder without a checkpoint holds nothing worth keeping: an attempt that failed at once.
+
+    Raises:
+        QKNormError: the checkpoint is of another configuration or of other data.
     """
-    settings = OmegaConf.to_yaml(run.config)
-    file = run.folder / CONFIG
+    file, known = run.folder / CONFIG, run.folder / DESCRIPTION
+    if not (file.is_file() and (run.folder / LAST).is_file()):
+        return False
+    if file.read_text("utf-8") != OmegaConf.to_yaml(run.config):
+        raise QKNormError(
+            f"{run.folder}: holds a run with another configuration "
+            f"({_difference(OmegaConf.load(file), run.config)}); "
+            "move it away, or choose another checkpoint.save_dir"
+        )
     description = (run.data / DESCRIPTION).read_text("utf-8")
-    if file.is_file() and (run.folder / LAST).is_file():
-        known = run.folder / DESCRIPTION
-        if file.read_text("utf-8") != settings:
-            raise QKNormError(
-                f"{run.folder}: holds a run with another configuration "
-                f"({_difference(OmegaConf.load(file), run.config)}); "
-                "move it away, or choose another checkpoint.save_dir"
-            )
-        if known.is_file() and known.read_text("utf-8") != description:
-            raise QKNormError(
-                f"{run.folder}: was trained on other data than {run.data} holds now; move it away"
-            )
+    if known.is_file() and known.read_text("utf-8") != description:
+        raise QKNormError(
+            f"{run.folder}: was trained on other data than {run.data} holds now; move it away"
+        )
+    return True
+
+
+def _claim(run: Run) -> None:
+    """Store configuration, environment and vocabulary in the folder, or check they are the same."""
+    if is_begun(run):
         return
     for name in ("train.log", RECORDS, DONE):
         (run.folder / name).unlink(missing_ok=True)
@@ -127,7 +155,7 @@ def _claim(run: Run) -> None:
     for name in (SUBWORDS, *(f"dict.{side}.txt" for side in run.pair.split("-")), DESCRIPTION):
         shutil.copyfile(run.data / name, run.folder / name)
     write_json(run.folder / "environment.json", environment(run))
-    write_text(file, settings)
+    write_text(run.folder / CONFIG, OmegaConf.to_yaml(run.config))
 
 
 def _difference(there: Any, here: Any) -> str:

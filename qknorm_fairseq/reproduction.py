@@ -54,6 +54,10 @@ def main(
     fp16: Annotated[bool, typer.Option("--fp16", help="Half precision (GPU).")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16, on a CPU as well.")] = False,
     gpus: Annotated[int, typer.Option(min=1, help="Share each batch among so many GPUs.")] = 1,
+    launcher: Annotated[
+        str | None,
+        typer.Option(help="Each run as a job: submitit_slurm, submitit_local (configs/hydra/)."),
+    ] = None,
     local: Annotated[
         Path | None, typer.Option("--from", help="Folder with the corpus's published files.")
     ] = None,
@@ -72,7 +76,7 @@ def main(
         raise typer.BadParameter(f"no pair {pair!r}; there is {', '.join(PAPER_CORPORA)} and all")
     if fp16 and bf16:
         raise typer.BadParameter("give either --fp16 or --bf16")
-    check_device(cpu=cpu, gpus=gpus, fp16=fp16)
+    check_device(cpu=cpu, gpus=gpus, fp16=fp16, here=launcher != "submitit_slurm")
     if cpu and bf16 and "transformer" in (models or "").split(","):
         raise QKNormError("fairseq's own transformer has no bfloat16 on a CPU: leave out --bf16")
     options = [
@@ -82,6 +86,7 @@ def main(
         *(["common.fp16=true"] if fp16 else []),
         # fairseq's own bfloat16 needs a GPU; fairseq's own Transformer then has none on a CPU.
         *([f"{'model.bf16_autocast' if cpu else 'common.bf16'}=true"] if bf16 else []),
+        *([f"hydra/launcher={launcher}"] if launcher else []),
         *(settings or []),
     ]
     known, local = load_registry(registry), local and local.resolve()
@@ -97,6 +102,10 @@ def main(
         )
         overrides = [f"model={chosen}", f"corpus={corpora[one]}", *options]
         planned[one] = plan_shared(one, overrides, gpus)
+    if planned[pairs[0]][0].launcher:
+        from qknorm_fairseq.jobs import cluster_of
+
+        cluster_of(planned[pairs[0]])
     runs, failed = [], 0
     for one in pairs:
         try:
@@ -135,8 +144,11 @@ def plan_shared(pair: str, overrides: Sequence[str], gpus: int) -> list[Run]:
     return plan(configs, name, [*overrides, *shared])
 
 
-def check_device(*, cpu: bool, gpus: int, fp16: bool) -> None:
+def check_device(*, cpu: bool, gpus: int, fp16: bool, here: bool = True) -> None:
     """
+    Args:
+        here: the runs are trained on this machine.
+
     Raises:
         QKNormError: this machine does not have what is asked for.
     """
@@ -145,6 +157,8 @@ def check_device(*, cpu: bool, gpus: int, fp16: bool) -> None:
         if fp16 or gpus > 1:
             option = "--fp16" if fp16 else "--gpus"
             raise QKNormError(f"{option} is for GPUs: leave it out, or leave out --cpu")
+    elif not here:
+        return
     elif not there:
         raise QKNormError("no GPU found; --cpu does without, best with --tiny")
     elif gpus > there:

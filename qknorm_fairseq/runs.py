@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ class Run:
         name: how its folder, its table row and a cluster's queue call it: the model and, where
             there is one, the ablation (`transformer_qknorm+fixed_g`).
         ablation: the choice in `configs/ablation/`, None without one.
+        launcher: the settings of Hydra's submitit launcher, if the run is to be a job; what is
+            trained does not depend on them, so that they are neither in `config` nor `overrides`.
     """
 
     config_name: str
@@ -37,6 +40,7 @@ class Run:
     config: DictConfig
     name: str
     ablation: str | None = None
+    launcher: dict[str, Any] | None = None
 
     @property
     def folder(self) -> Path:
@@ -80,6 +84,13 @@ def plan(config_dir: Path, config_name: str, overrides: Sequence[str]) -> list[R
         QKNormError: there is no such configuration, a key or value in it is unknown, or two of
             the runs would share a folder.
     """
+    if any(o.startswith("hydra/launcher=submitit") for o in overrides) and not find_spec(
+        "submitit"
+    ):
+        raise QKNormError(
+            "runs as jobs need hydra-submitit-launcher (on Python 3.11 or later): "
+            "pip install 'qknorm-fairseq[cluster]'"
+        )
     swept: list[list[str]] = []
     for override in overrides:
         key, equals, values = override.partition("=")
@@ -137,6 +148,7 @@ def _resolve(config_dir: Path, config_name: str, overrides: tuple[str, ...]) -> 
         config = compose(config_name, overrides=list(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(config)  # the files refer to ${hydra:job.name}
         job = HydraConfig.get()
+        launcher: Any = OmegaConf.to_container(config.hydra.launcher, resolve=True)
         name, ablation = str(job.job.name), job.runtime.choices.get("ablation")
         with open_dict(config):
             del config["hydra"]
@@ -153,10 +165,11 @@ def _resolve(config_dir: Path, config_name: str, overrides: tuple[str, ...]) -> 
             )
     return Run(
         config_name,
-        overrides,
+        tuple(o for o in overrides if not o.startswith(("hydra/launcher", "hydra.launcher"))),
         OmegaConf.create(plain),
         name,
         None if ablation in (None, "none") else str(ablation),
+        launcher if "submitit" in str(launcher.get("_target_")) else None,
     )
 
 

@@ -16,6 +16,8 @@
 #   --fp16           half precision, on a GPU
 #   --bf16           bfloat16, on a GPU or a CPU (quick on those that have it: AMX, AVX-512 BF16)
 #   --gpus N         share each batch among N GPUs
+#   --launcher NAME  each run as a job: submitit_slurm, or submitit_local for this machine; what
+#                    jobs are given: configs/hydra/launcher/, or hydra.launcher.partition=gpu
 #   --from DIR       the corpus's published files are in this folder; no download
 #   --mirror URL     download them from there
 #

@@ -4,6 +4,7 @@
 #
 #   scripts/reproduce_all.sh                # on a GPU: days
 #   scripts/reproduce_all.sh --tiny --cpu   # on a laptop: 33 runs of minutes each
+#   scripts/reproduce_all.sh --launcher submitit_slurm hydra.launcher.partition=gpu  # on a cluster
 #
 # What is done is not done again; after an interruption the same command goes on.
 set -euo pipefail
