@@ -31,6 +31,7 @@ Files = dict[str, tuple[Path, Path]]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", type=Path, help="write the table of faults tried to this file")
+    parser.addoption("--kills", type=int, default=20, help="how often trainings are killed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
