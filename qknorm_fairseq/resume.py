@@ -18,11 +18,8 @@ resumed keeps fairseq's numbers.
 
 from __future__ import annotations
 
-import functools
 import logging
-import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,10 @@ from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
+from qknorm_fairseq import checkpoints
+from qknorm_fairseq.around import around
+from qknorm_fairseq.files import copy
+
 logger = logging.getLogger(__name__)
 KEY = "qknorm_resume"  # in a checkpoint's extra_state
 COUNTS = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")
@@ -40,40 +41,16 @@ PATIENCE = ("best", "num_runs")  # fairseq keeps them as attributes of a functio
 
 def install() -> None:
     """Put the layer around fairseq's functions. Repeatable."""
-    _around(Trainer, "save_checkpoint", _save)
-    _around(Trainer, "load_checkpoint", _load)
-    _around(FairseqTask, "get_batch_iterator", _get_batch_iterator)
-    if file_io.IOPathManager is None:  # it may keep checkpoints where there is no renaming
-        file_io.PathManager.copy = staticmethod(copy)
+    around(Trainer, "save_checkpoint", _save)
+    around(Trainer, "load_checkpoint", _load)
+    around(FairseqTask, "get_batch_iterator", _get_batch_iterator)
+    around(file_io.PathManager, "copy", _copy)
 
 
-def _around(owner: Any, name: str, layer: Callable[..., Any]) -> None:
-    """Let `layer(fairseq's function, its arguments...)` take the place of the function."""
-    inner = getattr(owner, name)
-    if getattr(inner, "layer", None) is layer:
-        return
-
-    @functools.wraps(inner)
-    def outer(*args: Any, **kwargs: Any) -> Any:
-        return layer(inner, *args, **kwargs)
-
-    outer.layer = layer  # type: ignore[attr-defined]
-    setattr(owner, name, outer)
-
-
-def copy(source: str, target: str, overwrite: bool = False) -> str:
-    """Copy a file whole or not at all.
-
-    Raises:
-        OSError: as shutil.copyfile; the target is as it was.
-    """
-    work = Path(f"{target}.tmp")  # as fairseq calls its own
-    try:
-        shutil.copyfile(source, work)
-        work.replace(target)
-    except BaseException:
-        work.unlink(missing_ok=True)
-        raise
+def _copy(inner: Any, source: str, target: str, overwrite: bool = False) -> Any:
+    if file_io.IOPathManager is not None:  # the file may be where there is no renaming
+        return inner(source, target, overwrite=overwrite)
+    copy(Path(source), Path(target))
     return target
 
 
@@ -98,12 +75,22 @@ def _load(
     """fairseq calls this once, before it trains, whether there is a checkpoint or not."""
     command = _command()
     if command is not None:
-        _around(command, "train", _train)
+        around(command, "train", _train)
         _forget(command.should_stop_early, PATIENCE)
     _forget(checkpoint_utils.save_checkpoint, ("best",))
-    extra_state = inner(
-        trainer, filename, reset_optimizer, reset_lr_scheduler, optimizer_overrides, reset_meters
-    )
+    try:
+        extra_state = inner(
+            trainer,
+            filename,
+            reset_optimizer,
+            reset_lr_scheduler,
+            optimizer_overrides,
+            reset_meters,
+        )
+    except Exception:
+        if Path(filename).is_file():
+            checkpoints.load(Path(filename))  # it says what is wrong with the file, if that is it
+        raise
     if extra_state is None or reset_optimizer:
         return extra_state
     left_out = extra_state.get(KEY, {})

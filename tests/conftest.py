@@ -16,6 +16,7 @@ from typing import Protocol
 
 import pytest
 from faults import FaultsTable, fault  # noqa: F401  (a fixture)
+from forks import Forks, forking
 from publisher import Publisher, publishing
 
 # Several processes share few cores here: threads that wait by spinning would slow all of them.
@@ -151,6 +152,13 @@ def train(run: Run, data: Path, save_dir: Path, *options: object, updates: int =
         *options,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Real processes of fairseq-train that start within a moment."""
+    with forking(clean_environment()) as server:
+        yield server
 
 
 @pytest.fixture

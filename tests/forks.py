@@ -3,9 +3,9 @@
     python forks.py
 
 imports torch and fairseq once, then forks a process for each request it reads: a line of JSON with
-`arguments` (of fairseq-train), `log` (a file to append to) and `before` (Python to run first). The
-process does all that fairseq-train does once it has read its command line. The answer is the
-process's id, and its exit status when it has ended.
+`log` (a file to append to), `before` (Python to run first) and `arguments` (of fairseq-train). The
+process does all that fairseq-train does once it has read its command line; without arguments it
+runs `before` alone. The answer is the process's id, and its exit status when it has ended.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from conftest import clean_environment
-
 
 class Training:
-    """A forked training."""
+    """A forked training, and its process group: it and what it starts."""
 
     def __init__(self, server: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
         assert server.stdin is not None and server.stdout is not None
@@ -38,7 +36,7 @@ class Training:
 
     def wait(self) -> int:
         """Its exit status; -9 if it was killed."""
-        ready, _, _ = select.select([self.answers], [], [], 60)
+        ready, _, _ = select.select([self.answers], [], [], 300)
         assert ready, f"process {self.pid} has not ended"
         return int(self.answers.readline())
 
@@ -50,20 +48,20 @@ class Training:
         while not (ended := self.ended()) and not is_time():
             time.sleep(0.0005)
         if not ended:
-            os.kill(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         return self.wait()
 
 
 class Forks:
     """Forks trainings, one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
         self.server = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # an answer that is read ahead could not be waited for
-            env=clean_environment(),
+            env=environment,
         )
 
     def start(self, log: Path, *arguments: object, before: str = "") -> Training:
@@ -83,8 +81,8 @@ class Forks:
 
 
 @contextlib.contextmanager
-def forking() -> Iterator[Forks]:
-    forks = Forks()
+def forking(environment: dict[str, str]) -> Iterator[Forks]:
+    forks = Forks(environment)
     try:
         yield forks
     finally:
@@ -104,23 +102,27 @@ def serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         arguments = tuple(request["arguments"])
-        if arguments not in configured:
+        if arguments and arguments not in configured:
             configured[arguments] = configuration(arguments)
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
+                os.setpgid(0, 0)
                 log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(log, 1)
                 os.dup2(log, 2)
                 exec(request["before"], {})
-                call_main(configured[arguments], fairseq_cli.train.main)
+                if arguments:
+                    call_main(configured[arguments], fairseq_cli.train.main)
                 status = 0
             except BaseException:
                 traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 os._exit(status)
+        with contextlib.suppress(OSError):  # the child was first
+            os.setpgid(pid, pid)
         print(pid, file=answers)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers)
 

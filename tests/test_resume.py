@@ -19,7 +19,7 @@ import pytest
 import tiny
 import torch
 from faults import Fault
-from forks import Forks, forking
+from forks import Forks
 
 import qknorm_fairseq
 
@@ -54,6 +54,12 @@ RECIPES = {
         *("--warmup-updates", 4, "--bleu-patience", 1, "--stop-min-lr", 0),
         *("--no-fast", "--max-update", 40),
     ),
+    # Half precision, whose loss scale grows and is halved. fairseq asks for a GPU at an overflow.
+    "half precision": (
+        *("--fp16", "--fp16-no-flatten-grads", "--fp16-scale-window", 3, "--fp16-init-scale", 1024),
+        *("--optimizer", "adam_fused", "--lr", 0.005, "--max-update", 40),
+        *("--save-interval-updates", 4, "--keep-interval-updates", 1),
+    ),
     # The README's, which stops by patience: the loss gets worse, at such a rate.
     "patience": (
         *("--optimizer", "adam_fused", "--adam-betas", "(0.9, 0.98)", "--clip-norm", 1.0),
@@ -62,15 +68,10 @@ RECIPES = {
         *("--update-freq", 2, "--patience", 4, "--max-update", 200),
     ),
 }
-KILLS = {"paper": 10, "fairseq's task": 5, "patience": 5}  # by default
+KILLS = {"paper": 8, "fairseq's task": 4, "half precision": 4, "patience": 4}  # by default
+WITHOUT_GPU = "import torch; torch.Tensor.cuda = lambda tensor: tensor"
 CLOCK = re.compile(r"(.*_)?(wall|wps|ups|time)$")  # what no two trainings have alike
 LOGGED = re.compile(r"\| (train_inner|valid|train) \| (\{.*\})$", re.M)
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with forking() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -176,19 +177,24 @@ def test_killed_again_and_again_it_ends_the_same(
 ) -> None:
     straight = tmp_path / "straight"
     begun = time.monotonic()
-    said = forks.run(tmp_path / "straight.log", *command(data, straight, *RECIPES[recipe]))
+    said = forks.run(
+        tmp_path / "straight.log", *command(data, straight, *RECIPES[recipe]), before=WITHOUT_GPU
+    )
+    assert ("gradient overflow detected" in said) == (recipe == "half precision")
     longest = (time.monotonic() - begun) / 2
     assert ("early stop since valid performance" in said) == (recipe == "patience")
 
     numbers = random.Random(1)
     wanted = KILLS[recipe] * request.config.getoption("--kills") / sum(KILLS.values())
-    kills = 0
-    while kills < wanted:  # once, as a rule
-        killed, log = tmp_path / f"killed{kills}", tmp_path / f"killed{kills}.log"
+    kills = trainings = 0
+    while kills < wanted:  # it may end before it was killed often enough
+        trainings += 1
+        killed, log = tmp_path / f"killed{trainings}", tmp_path / f"killed{trainings}.log"
         killed.mkdir()
         when, status = moments(numbers, killed, log, longest), -9
         while status == -9:
-            process = forks.start(log, *command(data, killed, *RECIPES[recipe]))
+            training = command(data, killed, *RECIPES[recipe])
+            process = forks.start(log, *training, before=WITHOUT_GPU)
             status = process.kill_when(next(when)) if kills < wanted else process.wait()
             kills += status == -9
         assert status == 0, log.read_text("utf-8")

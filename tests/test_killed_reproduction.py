@@ -1,0 +1,104 @@
+"""`scripts/reproduce.sh` killed at each of its steps and started again: the same `score.json`.
+
+The process is forked from one that has imported torch and fairseq; all it starts itself, such as
+fairseq-hydra-train, it starts as ever, and SIGKILL is for all of them. One model by default; with
+`--kills 100`, say, both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import Fault
+from forks import Forks, Training
+from publisher import Publisher
+from test_reproduction import MODELS, SMALL
+from test_resume import content, differences
+from test_ted import WHOLE
+from test_ted import registry as ted_registry
+
+CODE = """
+import os, runpy, sys
+os.environ["no_proxy"] = "127.0.0.1"
+sys.argv = ["reproduction", *{arguments!r}]
+runpy.run_module("qknorm_fairseq.reproduction", run_name="__main__")
+"""
+# What appears in the folder when a step is at work: {run} is a model's folder.
+OF_DATA = {
+    "fetching": "data/**/*.part*",
+    "preparing": "data/**/.gl-en.*",
+    "prepared": "data/**/gl-en/qknorm.json",
+}
+OF_A_RUN = {
+    "starting a training": "{run}/train.log",
+    "writing a checkpoint": "{run}/*.pt.tmp",
+    "training": "{run}/checkpoint_last.pt",
+    "trained": "{run}/training.done",
+    "translated": "{run}/hyp*",
+    "scored": "{run}/score.json",
+}
+
+
+def appears(folder: Path, pattern: str) -> Callable[[], bool]:
+    """Something of this pattern that is not there yet."""
+    there = set(folder.glob(pattern))
+    return lambda: not there.issuperset(folder.glob(pattern))
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """score.json without what the clock says."""
+    found: dict[str, Any] = json.loads((folder / "score.json").read_text("utf-8"))
+    return {key: found[key] for key in found.keys() - {"train_seconds", "tokens_per_second"}}
+
+
+@pytest.fixture
+def models(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return MODELS if request.config.getoption("--kills") > 20 else MODELS[1:]
+
+
+def test_killed_at_each_step(
+    models: tuple[str, ...], forks: Forks, publisher: Publisher, tmp_path: Path, fault: Fault
+) -> None:
+    publisher.files["/copies/ted_talks.tar.gz"] = WHOLE
+    registry = ted_registry(tmp_path, counts=(100, 25, 25))
+
+    def start(folder: Path) -> Training:
+        folder.mkdir(exist_ok=True)
+        options = ("--tiny", "--cpu", "--corpus", "ted", "--mirror", f"{publisher.address}copies")
+        chosen = ("--registry", registry, "--models", ",".join(models), "--in", folder)
+        arguments = [str(part) for part in ("gl-en", *options, *chosen, *SMALL)]
+        return forks.start(tmp_path / "log", before=CODE.format(arguments=arguments))
+
+    def said() -> str:
+        return (tmp_path / "log").read_text("utf-8")
+
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert start(straight).wait() == 0, said()
+
+    runs = [f"runs/ted/gl-en/{model}/seed1" for model in models]
+    steps = OF_DATA | {
+        f"{step} {run}": pattern.format(run=run) for run in runs for step, pattern in OF_A_RUN.items()
+    }
+    for step, pattern in steps.items():
+        publisher.stalls_after = 1000 if step == "fetching" else None
+        status = start(killed).kill_when(appears(killed, pattern))
+        publisher.finished.set()
+        assert status == -9, f"not killed while {step}: {said()}"
+    assert start(killed).wait() == 0, said()
+
+    for run in runs:
+        assert result(killed / run) == result(straight / run)
+        for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
+            assert differences(content(straight / run, name), content(killed / run, name)) == []
+        assert (killed / run / "hyp.tok.txt").read_bytes() == (
+            straight / run / "hyp.tok.txt"
+        ).read_bytes()
+        left = {file.name for file in (killed / run).iterdir()}
+        assert left == {file.name for file in (straight / run).iterdir()}
+    assert os.listdir(killed / "data") == os.listdir(straight / "data")
+    fault("reproduce", f"killed at {len(steps)} steps", "the same score.json and checkpoints")
