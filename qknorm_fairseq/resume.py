@@ -5,7 +5,9 @@ fairseq restores weights, optimizer, schedule and the place in the data. What it
 - `checkpoint_last.pt` is often a copy made in place; killed meanwhile, half a file is left.
 - The batches are formed by the number of the epoch in which the process started.
 - An epoch's validation result reaches the schedule only after the epoch's checkpoint is written.
-- How long `--patience` has waited, and when the fp16 loss scale is to grow, are not saved.
+- How long `--patience` has waited is not saved.
+- In half precision, neither are the weights' full-precision originals, nor when the loss scale is
+  to grow.
 - A training that has ended does one more update when it is called again.
 - The sums of the log (seconds trained, say) stand still or begin anew, and at the start of an epoch
   so do the averages of an interval that began in the one before.
@@ -59,6 +61,7 @@ def _save(inner: Any, trainer: Any, filename: str, extra_state: dict[str, Any]) 
     left_out = {
         "patience": {name: getattr(stop, name) for name in PATIENCE if hasattr(stop, name)},
         "loss_scaler": {name: getattr(scaler, name) for name in COUNTS} if scaler else {},
+        "fp32_params": [weights.detach().cpu() for weights in _originals(trainer)],
     }
     return inner(trainer, filename, {**extra_state, KEY: left_out})
 
@@ -100,6 +103,8 @@ def _load(
     for name, value in left_out.get("loss_scaler", {}).items():
         if scaler := _loss_scaler(trainer):
             setattr(scaler, name, value)
+    for weights, saved in zip(_originals(trainer), left_out.get("fp32_params", ()), strict=False):
+        weights.data.copy_(saved)
     place = extra_state["train_iterator"]
     at_start = place.get("iterations_in_epoch", 0) == 0  # saved at the end of the epoch before
     if at_start and not reset_lr_scheduler:
@@ -151,6 +156,12 @@ def _command() -> Any:
 def _loss_scaler(trainer: Any) -> Any:
     scaler = getattr(trainer.optimizer, "scaler", None)
     return scaler if isinstance(scaler, DynamicLossScaler) else None
+
+
+def _originals(trainer: Any) -> list[Any]:
+    """The weights that --fp16 and --bf16 train, of which the model has rounded copies."""
+    weights = getattr(trainer.optimizer, "fp32_params", [])
+    return list(weights.values()) if isinstance(weights, dict) else list(weights)
 
 
 def _forget(function: Any, names: tuple[str, ...]) -> None:

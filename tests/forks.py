@@ -116,6 +116,8 @@ def serve() -> None:
                 if arguments:
                     call_main(configured[arguments], fairseq_cli.train.main)
                 status = 0
+            except SystemExit as end:
+                status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
             except BaseException:
                 traceback.print_exc()
             finally:

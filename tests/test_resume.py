@@ -91,6 +91,7 @@ def content(save_dir: Path, name: str = "checkpoint_last.pt") -> dict[str, Any]:
     del state["extra_state"]["previous_training_time"]
     state["optimizer_history"] = state["optimizer_history"][-1:]  # fairseq adds one a process
     del state["cfg"]["checkpoint"]["save_dir"]
+    state["cfg"].pop("job_logging_cfg", None)  # Hydra's; it names the folder too
     state["extra_state"]["metrics"] = {
         kind: [meter for meter in values if not CLOCK.match(meter[1])]
         for kind, values in state["extra_state"]["metrics"].items()
