@@ -38,7 +38,7 @@ def failure(log: str, status: int) -> str:
     said = last_error(log)
     for pattern, advice in ADVICE:
         if re.search(pattern, said):
-            return f"{said}: {advice}"
+            return f"{said.rstrip('.')}: {advice}"
     return said
 
 

@@ -231,6 +231,19 @@ def test_a_batch_without_memory_is_left_out_and_leaves_nothing_behind(
     assert state["optimizer_history"][-1]["num_updates"] == 6
 
 
+def test_a_training_whose_every_batch_is_too_large_ends(
+    forks: Forks, data: Path, tmp_path: Path, fault: Fault
+) -> None:
+    """fairseq alone would go on without an update for ever."""
+    log = tmp_path / "log"
+    before = NO_MEMORY.format(calls="range(10**6)", where="before")
+    arguments = training(data, tmp_path / "run", "--lr", 0.005, "--max-update", 6)
+    assert forks.start(log, *arguments, before=before).wait() == 1
+    said = failure(log.read_text("utf-8"), 1)
+    assert "epoch 1: out of memory with every batch: set a smaller dataset.max_tokens" in said
+    fault("training", "memory suffices for no batch", said)
+
+
 SITE = """
 import sys
 if any("fairseq-hydra-train" in argument for argument in sys.orig_argv):

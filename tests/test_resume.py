@@ -203,3 +203,49 @@ def test_killed_again_and_again_it_ends_the_same(
             assert differences(content(straight, name), content(killed, name)) == []
         assert losses(log) == losses(tmp_path / "straight.log")
     fault("training", f"killed {kills} times ({recipe})", "same weights, state and losses")
+
+
+SHORT = ("--optimizer", "adam_fused", "--lr", 0.01, "--max-update", 6)
+
+
+def test_a_training_that_has_ended_does_nothing_more(
+    forks: Forks, data: Path, tmp_path: Path
+) -> None:
+    """fairseq alone would do one more update each time."""
+    arguments = command(data, tmp_path / "run", *SHORT)
+    forks.run(tmp_path / "log", *arguments)
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir()}
+    said = forks.run(tmp_path / "again", *arguments)
+    assert "the training has ended before, with update 6: nothing is done" in said
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_damaged_checkpoint_is_named_and_left(
+    forks: Forks, data: Path, tmp_path: Path, fault: Fault
+) -> None:
+    arguments = command(data, tmp_path / "run", *SHORT)
+    forks.run(tmp_path / "log", *arguments)
+    last = tmp_path / "run" / "checkpoint_last.pt"
+    half = last.read_bytes()[: last.stat().st_size // 2]
+    last.write_bytes(half)
+    assert forks.start(tmp_path / "again", *arguments).wait() == 1
+    line = (tmp_path / "again").read_text("utf-8").splitlines()[-1]
+    assert line.endswith(f"{last}: damaged, or no torch checkpoint")
+    assert last.read_bytes() == half
+    fault("training", "fairseq-train goes on from a truncated checkpoint", line)
+
+
+def test_each_training_of_a_process_has_a_best_checkpoint_of_its_own(
+    forks: Forks, data: Path, tmp_path: Path
+) -> None:
+    """As in a Hydra sweep: the second one is worse at its best than the first one was."""
+    first = [str(part) for part in command(data, tmp_path / "first", *SHORT)]
+    second = command(data, tmp_path / "second", *SHORT, "--lr", 1e-6)
+    before = (
+        "import fairseq_cli.train, forks\n"
+        f"fairseq_cli.train.main(forks.configuration(tuple({first!r})))"
+    )
+    forks.run(tmp_path / "log", *second, before=before)
+    best = [content(tmp_path / run, "checkpoint_best.pt") for run in ("first", "second")]
+    losses = [state["extra_state"]["best"] for state in best]
+    assert losses[0] < losses[1]
