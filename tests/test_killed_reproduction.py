@@ -8,6 +8,7 @@ steps that differ most; with `--kills 100`, say, both models and all steps.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ os.environ["no_proxy"] = "127.0.0.1"
 sys.argv = ["reproduction", *{arguments!r}]
 runpy.run_module("qknorm_fairseq.reproduction", run_name="__main__")
 """
+SMALL_WORK = re.compile(r"\..*\.[a-z0-9_]{8}$")
 # What appears in the folder when a step is at work: {run} is a model's folder.
 OF_DATA = {
     "fetching": "data/**/*.part*",
@@ -53,8 +55,15 @@ def appears(folder: Path, pattern: str) -> Callable[[], bool]:
 
 
 def names(folder: Path) -> set[Path]:
-    """All that lies in a folder: nothing half done may stay."""
-    return {file.relative_to(folder) for file in folder.rglob("*")}
+    """All that lies in a folder: no step's work half done may stay.
+
+    What a kill can leave is a small file under a name of its own, of those written at one go.
+    """
+    return {
+        file.relative_to(folder)
+        for file in folder.rglob("*")
+        if not (file.is_file() and SMALL_WORK.match(file.name))
+    }
 
 
 def result(folder: Path) -> dict[str, Any]:

@@ -37,7 +37,7 @@ MODEL = (
 RECIPES = {
     # The paper's: its schedule decays on the dev BLEU; epochs are cut from an endless row.
     "paper": (
-        *("--task", "translation_qknorm", "--epoch-batches", 8),
+        *("--task", "translation_qknorm", "--epoch-batches", 8, "--extra-length", 3),
         *("--criterion", "label_smoothed_cross_entropy_allowed", "--label-smoothing", 0.1),
         "--logit-mask",
         *("--eval-bleu", "--eval-bleu-args", '{"beam": 2}', "--eval-tokenized-bleu"),
@@ -140,13 +140,13 @@ def moments(
 
 
 def written(save_dir: Path, numbers: random.Random) -> Callable[[], bool]:
-    """A checkpoint is half there, be it the first that this process writes or a later one."""
+    """A checkpoint or a copy of one is half there: the first of this process, or a later one."""
     seen = {file: file.stat().st_mtime_ns for file in save_dir.glob("*.tmp")}
-    name, left = numbers.choice(("checkpoint_last", "checkpoint_best")), numbers.randint(0, 2)
+    left = numbers.randint(0, 3)
 
     def now() -> bool:
         nonlocal left
-        for file in save_dir.glob(f"{name}*.tmp"):
+        for file in save_dir.glob("*.tmp"):
             try:
                 time_written = file.stat().st_mtime_ns
             except FileNotFoundError:
