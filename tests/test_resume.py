@@ -201,7 +201,10 @@ def test_killed_again_and_again_it_ends_the_same(
         assert status == 0, log.read_text("utf-8")
         for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
             assert differences(content(straight, name), content(killed, name)) == []
-        assert losses(log) == losses(tmp_path / "straight.log")
+        expected, found = losses(tmp_path / "straight.log"), losses(log)
+        assert found == {update: expected[update] for update in found}
+        # fairseq logs an epoch's averages after it has saved: killed between, they stay unsaid.
+        assert {kind for kind, _ in expected.keys() - found.keys()} <= {"train"}
     fault("training", f"killed {kills} times ({recipe})", "same weights, state and losses")
 
 
