@@ -50,7 +50,14 @@ DEFAULT = ("writing a checkpoint", "translating", "scored")
 def appears(folder: Path, pattern: str) -> Callable[[], bool]:
     """Something of this pattern that is not there yet."""
     there = set(folder.glob(pattern))
-    return lambda: not there.issuperset(folder.glob(pattern))
+
+    def now() -> bool:
+        try:
+            return not there.issuperset(folder.glob(pattern))
+        except FileNotFoundError:  # a folder was renamed while it was looked through
+            return False
+
+    return now
 
 
 def names(folder: Path) -> set[Path]:
