@@ -37,6 +37,17 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise
 
 
+def copy(source: Path, target: Path) -> None:
+    """Copy a file of any size; one that stood at `target` is replaced when all is there."""
+    work = target.with_name(f"{target.name}.tmp")  # as fairseq names half a checkpoint
+    try:
+        shutil.copyfile(source, work)
+        work.replace(target)
+    except BaseException:
+        work.unlink(missing_ok=True)
+        raise
+
+
 def write_lines(path: Path, lines: list[str]) -> None:
     """Write one line each. The lines must not hold a line feed themselves."""
     write_text(path, "".join(f"{line}\n" for line in lines))

@@ -36,16 +36,6 @@ class DecayOnBleuConfig(FairseqDataclass):  # type: ignore[misc]
     lr: List[float] = II("optimization.lr")  # noqa: UP006, RUF009
 
 
-class DevBleu:
-    """The newest dev BLEU and its epoch, from the task to the schedule.
-
-    fairseq writes an epoch's checkpoint before it tells the schedule the epoch's result, so a
-    schedule that waits for it would lose that result when the training is resumed.
-    """
-
-    newest: tuple[int, float] | None = None
-
-
 @register_lr_scheduler("decay_on_bleu", dataclass=DecayOnBleuConfig)
 class DecayOnBleu(FairseqLRScheduler):  # type: ignore[misc]
     """See the module. Needs --best-checkpoint-metric bleu and --stop-min-lr 0.
@@ -70,16 +60,12 @@ class DecayOnBleu(FairseqLRScheduler):  # type: ignore[misc]
         self.history: list[float] = []
         self.epoch = 0  # the last one in the history
         self.updates = 0
-        DevBleu.newest = None  # of another training in this process
         self.step_update(0)
 
     def step(self, epoch: int, val_loss: float | None = None) -> float:
-        """Note an epoch's dev BLEU. fairseq calls this after each epoch, and when it resumes."""
-        if val_loss is None:  # resuming: `epoch` is the one to come
-            pending = self._pending
-            if pending is not None and pending[0] == epoch - 1:
-                self._observe(*pending)
-        else:
+        """Note an epoch's dev BLEU. fairseq calls this after each epoch, and when it resumes:
+        then without a BLEU, and with the epoch to come."""
+        if val_loss is not None:
             self._observe(epoch, float(val_loss))
         return self.step_update(self.updates)
 
@@ -105,15 +91,12 @@ class DecayOnBleu(FairseqLRScheduler):  # type: ignore[misc]
         self.optimizer.set_lr(rate)
         return rate
 
-    _pending: tuple[int, float] | None = None
-
     def state_dict(self) -> dict[str, Any]:
         return {
             "flat": self.flat,
             "history": list(self.history),
             "epoch": self.epoch,
             "updates": self.updates,
-            "pending": DevBleu.newest,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -121,4 +104,3 @@ class DecayOnBleu(FairseqLRScheduler):  # type: ignore[misc]
         self.history = list(state_dict["history"])
         self.epoch = state_dict["epoch"]
         self.updates = state_dict["updates"]
-        self._pending = state_dict["pending"] and tuple(state_dict["pending"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from qknorm_fairseq.advice import LEFT_OUT, failure
 from qknorm_fairseq.errors import QKNormError
-from qknorm_fairseq.files import write_lines, write_text
+from qknorm_fairseq.files import copy, write_lines, write_text
 from qknorm_fairseq.runs import BEST, CONFIG, LAST, Run
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -66,6 +66,7 @@ def train(run: Run) -> None:
         preexec_fn=end_with_parent,
     )
     assert process.stdout is not None
+    left_out = 0
     try:
         with (
             log_file.open("a", encoding="utf-8") as log,
@@ -74,6 +75,7 @@ def train(run: Run) -> None:
         ):
             for line in process.stdout:
                 log.write(line)
+                left_out += LEFT_OUT in line
                 match = LOG_LINE.search(line)
                 if match:
                     record = _numbers(match[1], json.loads(match[2]))
@@ -85,8 +87,13 @@ def train(run: Run) -> None:
             process.terminate()
             process.wait()
     if code:
-        reason = _last_error(log_file.read_text("utf-8"))
+        reason = failure(log_file.read_text("utf-8"), code)
         raise QKNormError(f"training failed: {reason} (exit status {code}; see {log_file})")
+    if left_out:
+        console.print(
+            f"{run.title}: {left_out} batches left out, for which memory did not suffice; "
+            "a smaller dataset.max_tokens, with a larger optimization.update_freq, keeps them"
+        )
     write_text(run.folder / DONE, "")
 
 
@@ -110,13 +117,6 @@ def end_with_parent() -> None:
     if PRCTL:
         set_parent_death_signal = 1
         PRCTL(set_parent_death_signal, signal.SIGTERM)
-
-
-def _last_error(log: str) -> str:
-    """The last unindented line and what is indented below it: how Python and Hydra say it."""
-    lines = [line for line in log.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line]
-    begins = [number for number, line in enumerate(lines) if not line[0].isspace()]
-    return " ".join(" ".join(lines[begins[-1] :]).split()) if begins else "it said nothing"
 
 
 def _numbers(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,15 +170,18 @@ def _bar(title: str, total: int, begun: int) -> Iterator[Any]:
 def _updates_done(folder: Path) -> int:
     """Updates in the folder's last checkpoint, mended if need be; 0 without one."""
     last = folder / LAST
+    for half in folder.glob("*.pt.tmp"):  # it was killed while it wrote
+        half.unlink()
     if not last.is_file():
         return 0
     try:
         updates: int = progress_of(last)["updates"]
-    except QKNormError:
-        # fairseq writes the best checkpoint whole or not at all, then copies it over the last
-        # one: it was stopped in the middle of that.
+    except QKNormError as error:
+        # The plugin lets fairseq write each checkpoint whole or not at all; a disk can fail yet.
+        if not (folder / BEST).is_file():
+            raise QKNormError(f"{error}; delete it to begin anew") from None
         updates = progress_of(folder / BEST)["updates"]
-        shutil.copyfile(folder / BEST, last)
+        copy(folder / BEST, last)
     return updates
 
 

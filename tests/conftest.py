@@ -16,6 +16,7 @@ from typing import Protocol
 
 import pytest
 from faults import FaultsTable, fault  # noqa: F401  (a fixture)
+from forks import Forks, forking
 from publisher import Publisher, publishing
 
 # Several processes share few cores here: threads that wait by spinning would slow all of them.
@@ -31,6 +32,7 @@ Files = dict[str, tuple[Path, Path]]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", type=Path, help="write the table of faults tried to this file")
+    parser.addoption("--kills", type=int, default=20, help="how often trainings are killed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -151,6 +153,13 @@ def train(run: Run, data: Path, save_dir: Path, *options: object, updates: int =
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Real processes of fairseq-train that start within a moment."""
+    with forking(clean_environment()) as server:
+        yield server
 
 
 @pytest.fixture

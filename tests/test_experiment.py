@@ -376,7 +376,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
 def test_a_checkpoint_cut_short_is_mended_from_the_best(
     experiment: Experiment, copied: Path
 ) -> None:
-    """fairseq copies checkpoint_best.pt over checkpoint_last.pt; it can be killed meanwhile."""
+    """fairseq without the plugin copies checkpoint_best.pt over it; it can be killed meanwhile."""
     last = copied / QKNORM / "checkpoint_last.pt"
     whole = last.read_bytes()
     last.write_bytes(whole[: len(whole) // 2])

@@ -22,7 +22,7 @@ from fairseq.optim.lr_scheduler import build_lr_scheduler
 from omegaconf import OmegaConf
 
 import qknorm_fairseq
-from qknorm_fairseq.lr_schedule import DecayOnBleu, DevBleu
+from qknorm_fairseq.lr_schedule import DecayOnBleu
 
 PEAK = 4.941058844013093e-4  # (512 * 8000)^-0.5
 
@@ -212,8 +212,8 @@ def saved(made: Made, updates: int) -> Made:
 def test_resumed_after_any_epoch_the_rates_are_the_same(cut: int) -> None:
     """fairseq saves an epoch's checkpoint before it tells the schedule the epoch's BLEU.
 
-    By then the task has left the BLEU in `DevBleu`, so that it is in the checkpoint; on resuming,
-    fairseq calls `step` with the epoch to come and without a BLEU (twice, in fact).
+    On resuming, the plugin tells it then; fairseq calls `step` with the epoch to come and without
+    a BLEU, before and after.
     """
     bleus = [bleu for bleu, _, _ in SERIES]
     expected = drive(make(PEAK, warmup_updates=80), bleus, 15)
@@ -221,9 +221,9 @@ def test_resumed_after_any_epoch_the_rates_are_the_same(cut: int) -> None:
     made = make(PEAK, warmup_updates=80)
     drive(made, bleus[: cut - 1], 15)
     made.scheduler.step_update(cut * 15)
-    DevBleu.newest = (cut, bleus[cut - 1])
     resumed = saved(made, updates=cut * 15)
     resumed.scheduler.step(cut + 1)
+    resumed.scheduler.step(cut, bleus[cut - 1])
     resumed.scheduler.step(cut + 1)
     assert rate(resumed) == pytest.approx(expected[cut - 1], rel=1e-12)
     rest = drive(resumed, bleus[cut:], 15, first_epoch=cut + 1)
@@ -231,35 +231,15 @@ def test_resumed_after_any_epoch_the_rates_are_the_same(cut: int) -> None:
     assert resumed.scheduler.history == bleus
 
 
-def test_resumed_within_an_epoch_its_unfinished_bleu_does_not_count() -> None:
-    """--save-interval-updates validates within epoch 5; the BLEU that counts is that of its end."""
-    made = make(PEAK, warmup_updates=0)
-    drive(made, [4, 4, 4, 4], 10)
-    made.scheduler.step_update(45)
-    DevBleu.newest = (5, 1.0)
-    resumed = saved(made, updates=45)
-    resumed.scheduler.step(5)  # still in epoch 5
-    assert resumed.scheduler.history == [4, 4, 4, 4]
-    resumed.scheduler.step(5, 6.0)
-    assert resumed.scheduler.history == [4, 4, 4, 4, 6]
-
-
 def test_what_has_stopped_stays_stopped_when_resumed() -> None:
-    """The BLEU that ended the training is in the checkpoint's state, not yet in its history."""
+    """The BLEU that ended the training is told again when it is resumed."""
     made = make(1e-3, warmup_updates=0, least_lr=9e-4)
     drive(made, [4, 3, 2], 10)
-    DevBleu.newest = (4, 1.0)
     resumed = saved(made, updates=40)
     assert rate(resumed) == 1e-3
+    resumed.scheduler.step(4, 1.0)
     resumed.scheduler.step(5)
     assert rate(resumed) == 0.0
-
-
-def test_another_trainings_bleu_in_the_same_process_is_forgotten() -> None:
-    """Hydra runs the trainings of a sweep one after another in one process."""
-    DevBleu.newest = (1, 0.0)
-    made = make(PEAK, warmup_updates=8000)
-    assert made.scheduler.state_dict()["pending"] is None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -339,7 +319,7 @@ def test_fairseq_train_decays_stops_and_resumes(run: Run, tmp_path: Path) -> Non
     assert logged(rest, "valid_bleu") == bleus[cut:]
     state = schedule_state(tmp_path / "resumed")
     assert state == schedule_state(tmp_path / "through")
-    assert state["history"] == bleus[:-1] and state["pending"] == (len(bleus), bleus[-1])
+    assert state["history"] == bleus[:-1]  # the last one is told when it is resumed
 
     # The best checkpoint is the one of the best BLEU, over both parts.
     best = torch.load(tmp_path / "resumed" / "checkpoint_best.pt", weights_only=True)

@@ -16,7 +16,6 @@ from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
 from qknorm_fairseq.epochs import FixedEpochs
-from qknorm_fairseq.lr_schedule import DevBleu
 
 EXTRA_LENGTH = 50
 ALPHA = 0.6
@@ -87,17 +86,14 @@ class TranslationQKNormTask(TranslationTask):  # type: ignore[misc]
             generator.max_len_a, generator.max_len_b = 1, self.cfg.extra_length
         return generator
 
-    def get_batch_iterator(self, dataset: Any, *args: Any, epoch: int = 1, **kwargs: Any) -> Any:
+    def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         # fairseq-fixed leaves out a last batch whose size is no multiple of this, by default 8:
         # the longest sentences of the training, dev and test text.
         kwargs["required_batch_size_multiple"] = 1
         known = self.dataset_to_epoch_iter.get(dataset)
-        # fairseq forms the batches by the epoch it starts in; by the first, a resumed training
-        # has the same ones.
-        iterator = super().get_batch_iterator(dataset, *args, epoch=1, **kwargs)
+        iterator = super().get_batch_iterator(dataset, *args, **kwargs)
         if iterator is known:
             return iterator
-        iterator.epoch = epoch
         is_train = dataset is self.datasets.get(self.cfg.train_subset)
         if not (is_train and self.cfg.epoch_batches):
             return iterator
@@ -116,13 +112,3 @@ class TranslationQKNormTask(TranslationTask):  # type: ignore[misc]
         if dataset in self.dataset_to_epoch_iter:
             self.dataset_to_epoch_iter[dataset] = fixed
         return fixed
-
-    def begin_valid_epoch(self, epoch: int, model: Any) -> None:
-        super().begin_valid_epoch(epoch, model)
-        self._subsets_done, self._valid_epoch = 0, epoch
-
-    def post_validate(self, model: Any, stats: dict[str, Any], agg: Any) -> None:
-        """Put the dev BLEU, that of the first subset, where the schedule's state finds it."""
-        if "bleu" in stats and self._subsets_done == 0:
-            DevBleu.newest = (self._valid_epoch, float(stats["bleu"]))
-        self._subsets_done += 1
