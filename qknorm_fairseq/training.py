@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from qknorm_fairseq.errors import QKNormError
-from qknorm_fairseq.files import write_lines, write_text
+from qknorm_fairseq.files import copy, write_lines, write_text
 from qknorm_fairseq.runs import BEST, CONFIG, LAST, Run
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -176,7 +175,7 @@ def _updates_done(folder: Path) -> int:
         # fairseq writes the best checkpoint whole or not at all, then copies it over the last
         # one: it was stopped in the middle of that.
         updates = progress_of(folder / BEST)["updates"]
-        shutil.copyfile(folder / BEST, last)
+        copy(folder / BEST, last)
     return updates
 
 
@@ -189,9 +188,12 @@ def progress_of(checkpoint: Path) -> dict[str, Any]:
     from qknorm_fairseq.checkpoints import load
 
     state = load(checkpoint)
-    meters = {key: value for _, key, _, value in state["extra_state"]["metrics"]["default"]}
-    return {
-        "updates": state["optimizer_history"][-1]["num_updates"],
-        "seconds": float(meters["train_wall"]["sum"]),
-        "tokens": float(meters["wpb"]["sum"]),
-    }
+    try:
+        meters = {key: value for _, key, _, value in state["extra_state"]["metrics"]["default"]}
+        return {
+            "updates": state["optimizer_history"][-1]["num_updates"],
+            "seconds": float(meters["train_wall"]["sum"]),
+            "tokens": float(meters["wpb"]["sum"]),
+        }
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise QKNormError(f"{checkpoint}: does not say how far its training got") from None
