@@ -70,15 +70,16 @@ def decode_line(line: bytes, path: Path | str, number: int) -> str:
         QKNormError: it is not valid UTF-8, or has a NUL, which no text has but UTF-16 and other
             files have; the message names file, line and byte.
     """
-    if (nul := line.find(b"\0")) >= 0:
-        raise QKNormError(
-            f"{path}, line {number}: not text (byte {nul + 1} is a NUL); if the file is UTF-16, "
-            "convert it with iconv -f UTF-16 -t UTF-8"
-        )
     try:
-        return one_spaced(line.decode("utf-8"))
+        text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise QKNormError(
             f"{path}, line {number}: not valid UTF-8 (byte {error.start + 1} is "
             f"0x{line[error.start]:02x}); convert the file, e.g. with iconv -t UTF-8"
         ) from None
+    if (nul := line.find(b"\0")) >= 0:
+        raise QKNormError(
+            f"{path}, line {number}: not text (byte {nul + 1} is a NUL); if the file is UTF-16, "
+            "convert it with iconv -f UTF-16 -t UTF-8"
+        )
+    return one_spaced(text)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import PROJECT, Run, train
+from faults import Fault
 
 from qknorm_fairseq.checkpoints import ALLOWED, allow_fairseq_classes, load
 from qknorm_fairseq.errors import QKNormError
@@ -217,7 +218,9 @@ def test_a_payload_works_where_it_is_let(bad: tuple[Path, str]) -> None:
     (path.parent / MARK).unlink()  # it was there
 
 
-def test_a_checkpoint_with_a_payload_is_refused_by_name(bad: tuple[Path, str]) -> None:
+def test_a_checkpoint_with_a_payload_is_refused_by_name(
+    bad: tuple[Path, str], request: pytest.FixtureRequest, fault: Fault
+) -> None:
     path, name = bad
     with pytest.raises(QKNormError) as refusal:
         load(path)
@@ -225,6 +228,7 @@ def test_a_checkpoint_with_a_payload_is_refused_by_name(bad: tuple[Path, str]) -
         f"{path}: refused, since it carries {name}, which no fairseq checkpoint needs and which "
         "could run code"
     )
+    fault("strangers' checkpoints", request.node.callspec.params["bad"], str(refusal.value))
 
 
 @pytest.mark.parametrize("bad", ["an object with state in the options"], indirect=True)
