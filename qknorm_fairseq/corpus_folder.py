@@ -46,7 +46,7 @@ def write(
         dropped: how many pairs are not there for which reason.
     """
     counts = {split: len(splits[split]) for split in SPLITS}
-    with files.new_directory(folder) as work:
+    with files.sole_maker(folder), files.new_directory(folder) as work:
         names = []
         for split in SPLITS:
             for side, language in enumerate(pair.split("-")):

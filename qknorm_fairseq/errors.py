@@ -8,7 +8,7 @@ import unicodedata
 MISTAKEN = {
     FileNotFoundError: "no such file",
     IsADirectoryError: "a folder, where a file is needed",
-    NotADirectoryError: "in it a folder is needed, where there is a file",
+    NotADirectoryError: "a file stands where a folder is needed",
     FileExistsError: "a file, where a folder is needed",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -165,7 +166,8 @@ def _score(folder: Path) -> Mapping[str, Any] | None:
         return None
     content = read_json(file)
     for key in NUMBERS:
-        if not isinstance(content.get(key), int | float):
+        value = content.get(key)
+        if not isinstance(value, int | float) or not math.isfinite(value):
             raise QKNormError(f"{file}: has no number {key!r}; remove it and score the run again")
     if not isinstance(content.get("signatures"), dict):
         raise QKNormError(f"{file}: has no 'signatures'; remove it and score the run again")

@@ -135,7 +135,7 @@ def _check_seed() -> None:
     seed = os.environ.get("SACREBLEU_SEED", "0")
     if not re.fullmatch(r"none|[0-9]{1,20}", seed, re.IGNORECASE):
         raise QKNormError(
-            f"SACREBLEU_SEED={seed}: no seed; set it to a whole number, to none, or not at all"
+            f"SACREBLEU_SEED={seed}: no seed; give a whole number from 0 on, or none, or unset it"
         )
 
 

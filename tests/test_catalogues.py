@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 import subprocess
 import sys
 import venv
@@ -370,6 +371,32 @@ def test_a_damaged_catalogue_is_named_with_its_wheel(
         catalogues.extract(path, package(path), "gl")
     one_line(error)
     fault("fetch", f"catalogues: a damaged one: {damaged[:12]!r}", str(error.value))
+
+
+def test_strings_that_share_their_bytes_are_refused(tmp_path: Path, fault: Fault) -> None:
+    """A thousand strings of a megabyte each, in one megabyte: a bomb."""
+    count, size = 1000, 1 << 20
+    strings = struct.pack("<2I", size, 28 + 8 * count) * count
+    bomb = struct.pack("<7I", 0x950412DE, 0, count, 28, 28, 0, 0) + strings + b"a" * size
+    path = wheel(tmp_path, "one", {mo("one"): bomb})
+    with pytest.raises(QKNormError, match="its strings are longer than the file") as error:
+        catalogues.extract(path, package(path), "gl")
+    fault("strangers' archives", "a catalogue with a bomb's size", one_line(error))
+
+
+def test_a_wheel_is_read_and_never_unpacked(tmp_path: Path, fault: Fault) -> None:
+    link = zipfile.ZipInfo("one/locale/gl/LC_MESSAGES/link.mo")
+    link.external_attr = 0o120777 << 16
+    path = wheel(tmp_path / "in", "one", {f"../../{mo('up')}": compiled(SENTENCES)})
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(f"/{mo('root')}", compiled(SENTENCES[:1]))
+        archive.writestr(link, "/etc/passwd")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(QKNormError, match=r"link\.mo is damaged \(not a compiled catalogue"):
+        catalogues.extract(path, package(path), "gl")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not Path(f"/{mo('root')}").exists()
+    fault("strangers' archives", "a wheel with absolute paths, .. and links", "nothing is unpacked")
 
 
 def test_a_catalogue_whose_checksum_is_wrong_is_named(tmp_path: Path) -> None:

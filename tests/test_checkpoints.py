@@ -20,6 +20,7 @@ import pytest
 import torch
 from conftest import PROJECT, Run, train
 from faults import Fault
+from omegaconf import OmegaConf
 
 from qknorm_fairseq.checkpoints import ALLOWED, allow_fairseq_classes, load
 from qknorm_fairseq.errors import QKNormError
@@ -186,10 +187,17 @@ def in_extra_state(state: dict[str, Any], payload: object) -> None:
     state["extra_state"]["train_iterator"]["more"] = [{"deep": payload}]
 
 
+def in_omegaconf(state: dict[str, Any], payload: object) -> None:
+    config = OmegaConf.create({"more": 0}, flags={"allow_objects": True})
+    config._get_node("more")._val = payload  # as create would copy it, and so run it
+    state["cfg"]["more"] = config
+
+
 PAYLOADS = {
     "a shell command": (Evaluated, at_the_top, "posix.system"),
     "a shell command in the options": (Evaluated, in_the_options, "posix.system"),
     "a function call deep in extra_state": (Returned, in_extra_state, "shutil.copy"),
+    "a shell command in OmegaConf": (Evaluated, in_omegaconf, "omegaconf.dictconfig.DictConfig"),
     "an object with state": (Restored, at_the_top, f"{__name__}.Restored"),
     "an object with state in the options": (Restored, in_the_options, f"{__name__}.Restored"),
 }

@@ -92,7 +92,7 @@ MIXED_UP: dict[str, tuple[Sequence[str], str]] = {
     ),
     "fetch: file for --data-dir": (
         ("fetch", "iwslt15", "--data-dir", FILE, "--mirror", "http://127.0.0.1:9"),
-        "in it a folder is needed, where there is a file",
+        "a file stands where a folder is needed",
     ),
     "fetch: folder for --registry": (
         ("fetch", "iwslt15", "--registry", FOLDER),
@@ -288,7 +288,7 @@ def test_names_that_a_shell_would_run(
         ("fetch", SHELL),
         ("fetch", "ted", "--pair", SHELL),
         ("fetch", "ted", "--pair", "gl-en", "--mirror", SHELL),
-        ("prepare", "--corpus", SHELL, "--pair", "gl-en"),
+        ("prepare", "--pair", "gl-en", "--corpus", SHELL),
         ("prepare", "--train", *train, "--valid", *valid, "-s", SHELL),
         ("compare", *[odd / "valid.yy"] * 3, "--metric", SHELL),
     ):
@@ -443,6 +443,7 @@ RUN_FILES = {
     "config.yaml: nested without end": ("config.yaml", "[" * 50_000, "config.yaml: "),
     "config.yaml: code": ("config.yaml", "!!python/object/apply:os.system [touch ran]", "not YAML"),
     "score.json: nested without end": ("score.json", "[" * 100_000, "score.json: not JSON"),
+    "score.json: no finite number": ("score.json", '{"bleu_tok": NaN}', "has no number 'bleu_to"),
     "score.json: words for numbers": ("score.json", '{"bleu_tok": "high"}', "has no number 'bleu"),
 }
 

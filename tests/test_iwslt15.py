@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,21 @@ def test_different_numbers_of_lines_are_an_error(
     )
     assert not (tmp_path / "data/corpora").exists()
     fault("fetch", "iwslt15: different numbers of lines", str(caught.value))
+
+
+def test_several_at_once(run: Run, tmp_path: Path, fault: Fault) -> None:
+    (tmp_path / "local").mkdir()
+    for name, content in published().items():
+        (tmp_path / "local" / name).write_bytes(content)
+    options = ("--from", tmp_path / "local", "--registry", registry(tmp_path))
+    call = ("qknorm", "fetch", "iwslt15", *options, "--data-dir", tmp_path / "data")
+    with ThreadPoolExecutor(4) as pool:
+        for done in pool.map(lambda _: run(*call), range(4)):
+            assert done.returncode == 0, done.stderr
+    folder = tmp_path / "data/corpora/iwslt15"
+    assert [path.name for path in folder.iterdir()] == ["en-vi"]
+    assert len(lines(folder / "en-vi" / "train.vi")) == 40
+    fault("files", "four fetches of one corpus at once", "one waits for the other; all succeed")
 
 
 def test_a_unicode_separator_does_not_break_a_line(fetch: Fetch) -> None:
