@@ -107,12 +107,13 @@ def test_an_output_without_room(
         "compare": (file, file, file),
         "user-dir": (),
     }
+    buffered = {n: v for n, v in clean_environment().items() if n != "PYTHONUNBUFFERED"}
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [QKNORM, command, *map(str, arguments[command])],
             stdout=full,
             stderr=subprocess.PIPE,
-            env=clean_environment(),
+            env=buffered,
             text=True,
             timeout=300,
             check=False,
