@@ -687,7 +687,7 @@ def test_an_unknown_corpus_names_the_known_ones(tmp_path: Path) -> None:
 
 
 def test_a_missing_registry_is_named(tmp_path: Path) -> None:
-    with pytest.raises(QKNormError, match=r"nowhere\.yaml: No such file"):
+    with pytest.raises(QKNormError, match=r"nowhere\.yaml: no such file"):
         load_registry(tmp_path / "nowhere.yaml")
 
 
