@@ -34,8 +34,8 @@ def fault(request: pytest.FixtureRequest) -> Fault:
     """`fault("translate", "a truncated checkpoint", done.stderr)`: a row of the table."""
 
     def record(area: str, done: str, happened: str) -> None:
-        said = " ".join(FOLDERS.sub("", happened).split())
-        request.node.user_properties.append((PROPERTY, (area, done, said)))
+        row = (area, *(" ".join(FOLDERS.sub("", text).split()) for text in (done, happened)))
+        request.node.user_properties.append((PROPERTY, row))
 
     return record
 
@@ -55,7 +55,7 @@ class FaultsTable:
                     self.rows.append(Row(*row, test=test))
 
     def pytest_sessionfinish(self) -> None:
-        self.file.write_text(table(self.rows), encoding="utf-8")
+        self.file.write_text(table(self.rows), encoding="utf-8", errors="backslashreplace")
 
 
 def table(rows: list[Row]) -> str:
