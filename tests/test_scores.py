@@ -242,7 +242,7 @@ def test_unreadable_files_are_an_error(run: Run, tmp_path: Path, fault: Fault) -
         assert done.returncode == 1
         assert done.stderr.count("\n") == 1
         assert expected in done.stderr
-        fault("score", expected.rpartition("/")[2], done.stderr)
+        fault("score", "no text: " + expected.rpartition(": ")[2], done.stderr)
 
 
 def test_wrong_use_exits_2(run: Run) -> None:
