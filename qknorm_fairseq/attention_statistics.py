@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from qknorm_fairseq.attention_weights import AttentionRecorder, pair_dataset
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.files import sha256, write_json
-from qknorm_fairseq.prepared_data import Description
+from qknorm_fairseq.prepared_data import Description, locate
 from qknorm_fairseq.runs import BEST, CONFIG
 from qknorm_fairseq.text import read_lines
 from qknorm_fairseq.training import console
@@ -139,6 +139,7 @@ def _test_set(folder: Path) -> tuple[list[str], list[str]]:
     except Exception as error:  # yaml's and omegaconf's are many
         raise QKNormError(f"{file}: no configuration of a run ({type(error).__name__})") from None
     description = Description.load(folder)
+    data = locate(data, folder) or data
     files = [data / f"test.{lang}" for lang in (description.source_lang, description.target_lang)]
     source, target = (read_lines(each) for each in files)
     if len(source) != len(target) or not source:

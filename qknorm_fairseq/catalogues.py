@@ -137,6 +137,7 @@ def _read_mo(content: bytes) -> list[tuple[str, str]]:
     # polib takes bytes for a file's name where there is such a file; this is no such name.
     if content[:4] not in MO_MAGIC:
         raise ValueError("not a compiled catalogue")
+    _check_lengths(content)
     texts = []
     for entry in polib.mofile(content):
         if entry.msgid_plural:
@@ -146,6 +147,18 @@ def _read_mo(content: bytes) -> list[tuple[str, str]]:
         else:
             texts.append((entry.msgid, entry.msgstr))
     return texts
+
+
+def _check_lengths(content: bytes) -> None:
+    """Refuse strings that share their bytes: a small file could be as large as one likes then."""
+    order = "<" if content[:4] == MO_MAGIC[0] else ">"
+    count, *tables = struct.unpack_from(f"{order}3I", content, 8)
+    total = 0
+    for table in tables:
+        for number in range(count):
+            total += struct.unpack_from(f"{order}I", content, table + 8 * number)[0]
+            if total > len(content):
+                raise ValueError("its strings are longer than the file")
 
 
 # --- sentence pairs -------------------------------------------------------------------------

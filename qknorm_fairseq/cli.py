@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from qknorm_fairseq import __version__
-from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.errors import QKNormError, printable, reason
 
 app = typer.Typer(
     name="qknorm",
@@ -207,7 +207,7 @@ def prepare(
 
 def split_pair(pair: str | None) -> tuple[str, str]:
     source, dash, target = (pair or "").partition("-")
-    if not (source and dash and target):
+    if not (source and dash and target) or {"-", "/"} & {*source, *target}:
         raise typer.BadParameter(f"--pair is source-target, e.g. gl-en, not {pair!r}")
     return source, target
 
@@ -249,7 +249,7 @@ def translate(
     try:
         stream = file.open("rb") if file else sys.stdin.buffer
     except OSError as error:
-        raise QKNormError(f"{file}: {error.strerror}") from None
+        raise QKNormError(f"{file}: {reason(error)}") from None
     from qknorm_fairseq.translator import Translator
 
     translator = Translator(
@@ -558,24 +558,38 @@ def run_app(command: Callable[[], object]) -> None:
     # Before fairseq is imported, so that its notes about itself stay out of the user's terminal.
     logging.basicConfig(level=logging.WARNING, format="qknorm: %(message)s")
     try:
-        command()
+        try:
+            command()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here a full disk can still be told of
     except QKNormError as error:
         _fail(str(error))
     except BrokenPipeError:  # whoever read our output has stopped reading
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(1)
     except SystemExit as done:
         if done.code == 130:  # typer has caught a KeyboardInterrupt
             print("qknorm: interrupted", file=sys.stderr)
         raise
     except OSError as error:
-        _fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+        _drop_output()
+        _fail(f"{error.filename or 'input or output'}: {reason(error)}")
+
+
+def _drop_output() -> None:
+    """Forget what could not be written, or Python tries again when it ends, and complains."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> None:
     if os.environ.get("QKNORM_DEBUG"):
         raise
-    print(f"qknorm: {message}", file=sys.stderr)
+    print(f"qknorm: {printable(message)}", file=sys.stderr)
     sys.exit(1)
 
 

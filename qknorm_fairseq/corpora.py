@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.errors import QKNormError, reason
 from qknorm_fairseq.tokenization import NONE, TOKENIZATIONS
 
 SPLITS = ("train", "valid", "test")
@@ -114,8 +114,8 @@ def load_registry(path: Path | None = None) -> Registry:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise QKNormError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise QKNormError(f"{path}: {reason(error)}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise QKNormError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from None
     corpora = _Entry(content, str(path))
     return Registry(path, {name: _corpus(name, corpora.entry(name)) for name in corpora.names()})

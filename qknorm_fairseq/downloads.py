@@ -75,6 +75,8 @@ def digests(corpus: Corpus, folder: Path) -> dict[str, str | None]:
 
 def _local(file: PublishedFile, local: Path, folder: Path) -> Path:
     path = local / file.name
+    if not local.is_dir():
+        raise QKNormError(f"{local}: no such folder; --from names the one that has {file.name}")
     if not path.is_file():
         raise QKNormError(f"{path}: no such file")
     if path.stat().st_size > file.max_bytes:
@@ -153,7 +155,7 @@ def _download(url: str, file: PublishedFile, folder: Path, report: Report) -> No
     try:
         _receive(url, file, part, origin, report)
         _check(file, files.sha256(part), url, folder)
-        part.replace(folder / file.name)
+        files.settle(part, folder / file.name)
     except _Refused:
         part.unlink(missing_ok=True)
         origin.unlink(missing_ok=True)

@@ -10,7 +10,6 @@ on from fairseq's last checkpoint.
 from __future__ import annotations
 
 import fcntl
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -26,7 +25,7 @@ from rich.table import Table
 
 from qknorm_fairseq.environment import environment
 from qknorm_fairseq.errors import QKNormError
-from qknorm_fairseq.files import write_json, write_lines, write_text
+from qknorm_fairseq.files import copy, write_json, write_lines, write_text
 from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description
 from qknorm_fairseq.progress import Steps
 from qknorm_fairseq.runs import BEST, CONFIG, LAST, SCORE, Run, config_folder, plan
@@ -153,7 +152,7 @@ def _claim(run: Run) -> None:
         (run.folder / name).unlink(missing_ok=True)
     # The run's folder is enough to translate with, wherever it is taken.
     for name in (SUBWORDS, *(f"dict.{side}.txt" for side in run.pair.split("-")), DESCRIPTION):
-        shutil.copyfile(run.data / name, run.folder / name)
+        copy(run.data / name, run.folder / name)
     write_json(run.folder / "environment.json", environment(run))
     write_text(run.folder / CONFIG, OmegaConf.to_yaml(run.config))
 

@@ -22,19 +22,42 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """The same for bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    work = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        work.chmod(0o666 & ~_umask())  # mkstemp makes private files; ours are ordinary ones
-        work.replace(path)
-    except BaseException:
-        work.unlink(missing_ok=True)
-        raise
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
+        work = Path(name)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            work.chmod(0o666 & ~_umask())  # mkstemp makes private files; ours are ordinary ones
+            work.replace(path)
+        except BaseException:
+            work.unlink(missing_ok=True)
+            raise
+        _sync(path.parent)
+
+
+def copy(source: Path, path: Path) -> None:
+    """Copy a file, whole or not at all."""
+    with _naming(path):
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(descriptor)
+        try:
+            shutil.copyfile(source, name)
+            Path(name).chmod(0o666 & ~_umask())
+            settle(Path(name), path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def settle(work: Path, path: Path) -> None:
+    """Give a file that is complete its name, once it is on the disk."""
+    _sync(work)
+    work.replace(path)
+    _sync(path.parent)
 
 
 def copy(source: Path, target: Path) -> None:
@@ -63,20 +86,25 @@ def new_directory(path: Path) -> Iterator[Path]:
 
     What stood at `path` before is replaced then, and left as it was otherwise.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    try:
-        yield work
-        work.chmod(0o777 & ~_umask())
-        if path.exists():
-            old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
-            path.replace(old / path.name)
-            work.replace(path)
-            shutil.rmtree(old)
-        else:
-            work.replace(path)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        try:
+            yield work
+            for file in work.iterdir():
+                _sync(file)
+            _sync(work)
+            work.chmod(0o777 & ~_umask())
+            if path.exists():
+                old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
+                path.replace(old / path.name)
+                work.replace(path)
+                shutil.rmtree(old)
+            else:
+                work.replace(path)
+            _sync(path.parent)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 @contextmanager
@@ -108,6 +136,29 @@ def sha256(path: Path) -> str:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Have what the system refuses (a full disk, say) name what was to be written, whole.
+
+    Otherwise it names a temporary file, or none.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FileExistsError | NotADirectoryError):  # it names what is in the way
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+
+
+def _sync(path: Path) -> None:
+    """Have a file's content, or a folder's names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _umask() -> int:

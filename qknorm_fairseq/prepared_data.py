@@ -11,6 +11,7 @@ A prepared folder holds
 from __future__ import annotations
 
 import json
+import re
 import time
 from array import array
 from collections.abc import Mapping
@@ -62,11 +63,25 @@ class Description:
             description = cls(**json.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise QKNormError(f"{file}: no such file; `qknorm prepare` makes it") from None
-        except (ValueError, TypeError):
+        except NotADirectoryError:
+            raise QKNormError(f"{folder}: a file; name the folder that it is in") from None
+        except (ValueError, TypeError, RecursionError):
             description = None
         if description is None or description.tokenization not in TOKENIZATIONS:
             raise QKNormError(f"{file}: not written by this version of qknorm prepare")
         return description
+
+
+def locate(data: Path, near: Path) -> Path | None:
+    """The prepared folder that a run in the folder `near` calls `data`; None if it isn't here.
+
+    A path that is not absolute was meant from where the run was trained: usually a folder above
+    its own, with which it may have been carried elsewhere, or else the current one.
+    """
+    for folder in (*near.resolve().parents, Path.cwd()):
+        if (folder / data / DESCRIPTION).is_file():
+            return folder / data
+    return None
 
 
 def prepare_corpus(
@@ -91,6 +106,8 @@ def prepare_corpus(
     Raises:
         QKNormError: the corpus was not fetched, or what `prepare` raises.
     """
+    if not re.fullmatch(r"\w[\w.+-]*", corpus):
+        raise QKNormError(f"no corpus {corpus!r}; a corpus is called as `qknorm fetch` calls it")
     folder = data_dir / "corpora" / corpus / pair
     if not folder.is_dir():
         raise QKNormError(f"{folder}: not there yet; first: qknorm fetch {corpus} --pair {pair}")
@@ -146,6 +163,9 @@ def prepare(
         QKNormError: bad input (the message names file and line), or `out` holds something else.
             Nothing is left half-written.
     """
+    for split, sides in files.items():
+        for file in sides:
+            _check_file(split, file)
     _check_languages(source_lang, target_lang)
     started = time.monotonic()
     texts = {
@@ -214,12 +234,21 @@ def prepare(
     return description
 
 
+def _check_file(split: str, file: Path) -> None:
+    if not file.exists():
+        raise QKNormError(f"{file}: no such file")
+    if file.is_dir():
+        raise QKNormError(f"{file}: a folder, where a file is needed (--{split})")
+    if not file.is_file():  # a pipe, say
+        raise QKNormError(f"{file}: no ordinary file, and it is read more than once; make it one")
+
+
 def _check_languages(source_lang: str, target_lang: str) -> None:
     for language in (source_lang, target_lang):
-        if not language or not all(c.isalnum() or c == "_" for c in language):
+        if not re.fullmatch(r"\w{1,20}", language):
             raise QKNormError(
-                f"language code {language!r}: use letters, digits and underscores only; fairseq "
-                "makes file names of it (give it with --source-lang and --target-lang)"
+                f"language code {language!r}: use letters, digits and underscores only, at most "
+                "20; fairseq makes file names of it (give it with --source-lang and --target-lang)"
             )
     if source_lang == target_lang:
         raise QKNormError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -57,10 +58,13 @@ class Result:
             return {}
         try:
             content = yaml.safe_load(file.read_bytes())
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             raise QKNormError(f"{file}: not YAML: {_one_line(error)}") from None
-        if not isinstance(content, dict):
-            raise QKNormError(f"{file}: no configuration")
+        groups = ("common", "model", "optimization", "task")
+        if not isinstance(content, dict) or not all(
+            isinstance(content.get(group, {}), dict) for group in groups
+        ):
+            raise QKNormError(f"{file}: no configuration of a run")
         return content
 
     @cached_property
@@ -86,9 +90,9 @@ class Result:
         for line in file.read_text("utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and "num_updates" in record:
+            if isinstance(record, dict) and isinstance(record.get("num_updates"), int | float):
                 records.append(record)
         kept, least = [], dict[Any, float]()
         for record in reversed(records):
@@ -134,6 +138,8 @@ def find(runs: Path) -> tuple[list[Result], list[Path]]:
     Raises:
         QKNormError: there is no such folder, or no run in it, or a `score.json` is damaged.
     """
+    if runs.is_file():
+        raise QKNormError(f"{runs}: a file, where a folder of runs is needed")
     if not runs.is_dir():
         raise QKNormError(
             f"{runs}: no such folder; scripts/reproduce.sh and scripts/demo.sh make it"
@@ -160,7 +166,8 @@ def _score(folder: Path) -> Mapping[str, Any] | None:
         return None
     content = read_json(file)
     for key in NUMBERS:
-        if not isinstance(content.get(key), int | float):
+        value = content.get(key)
+        if not isinstance(value, int | float) or not math.isfinite(value):
             raise QKNormError(f"{file}: has no number {key!r}; remove it and score the run again")
     if not isinstance(content.get("signatures"), dict):
         raise QKNormError(f"{file}: has no 'signatures'; remove it and score the run again")
@@ -173,7 +180,7 @@ def read_json(file: Path) -> Mapping[str, Any]:
         content = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise QKNormError(f"{file}: not JSON: {_one_line(error)}") from None
     if not isinstance(content, dict):
         raise QKNormError(f"{file}: not a JSON object")

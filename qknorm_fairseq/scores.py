@@ -11,7 +11,7 @@ from sacrebleu.metrics.base import Metric
 
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.text import read_lines
-from qknorm_fairseq.tokenization import detokenize, tokenize, unescape
+from qknorm_fairseq.tokenization import check_language, detokenize, tokenize, unescape
 
 # sacreBLEU's own tokenizers for languages that write no spaces (those without a dependency).
 BLEU_TOKENIZERS = {"zh": "zh", "ja": "char", "ko": "char", "th": "char", "my": "char", "km": "char"}
@@ -97,8 +97,9 @@ def score(
             they are text.
 
     Raises:
-        QKNormError: the numbers of lines differ, or there are none.
+        QKNormError: the numbers of lines differ, or there are none; `lang` is no code.
     """
+    check_language(lang)
     check_parallel(hypotheses, references)
     both = (hypotheses, references)
     tokens = [as_tokens(lines, lang, tokenized=tokenized) for lines in both]

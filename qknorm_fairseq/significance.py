@@ -7,6 +7,8 @@ Paired bootstrap resampling (Koehn 2004) and paired approximate randomization (R
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,9 @@ from typing import Any
 import numpy as np
 from sacrebleu.significance import PairedTest, _bootstrap_resample
 
+from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.scores import as_scored, check_parallel, metric_of, read_parallel
+from qknorm_fairseq.tokenization import check_language
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,11 @@ def compare(
         metric, lang, tokenized: as for :func:`qknorm_fairseq.scores.score`.
 
     Raises:
-        QKNormError: the numbers of lines differ, or there are none; there is no such metric.
+        QKNormError: the numbers of lines differ, or there are none; there is no such metric;
+            SACREBLEU_SEED is no seed.
     """
+    check_language(lang)
+    _check_seed()
     for hypotheses in (base, system):
         check_parallel(hypotheses, references)
     measure = metric_of(metric, lang)
@@ -122,6 +129,14 @@ def compare_files(
     """
     (first, references), (second, _) = read_parallel(base, ref), read_parallel(system, ref)
     return compare(first, second, references, metric=metric, lang=lang, tokenized=tokenized)
+
+
+def _check_seed() -> None:
+    seed = os.environ.get("SACREBLEU_SEED", "0")
+    if not re.fullmatch(r"none|[0-9]{1,20}", seed, re.IGNORECASE):
+        raise QKNormError(
+            f"SACREBLEU_SEED={seed}: no seed; give a whole number from 0 on, or none, or unset it"
+        )
 
 
 class _Difference:

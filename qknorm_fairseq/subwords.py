@@ -45,18 +45,22 @@ class Subwords:
     def decode(self, pieces: Sequence[str]) -> str:
         return one_spaced("".join(pieces).replace("▁", " "))
 
+    @property
+    def vocabulary(self) -> list[str]:
+        """All pieces that stand for text, in the model's own order."""
+        special = (self.model.is_control, self.model.is_unknown)
+        return [
+            piece
+            for number, piece in enumerate(self.pieces)
+            if not any(is_special(number) for is_special in special)
+        ]
+
     def write_dictionary(self, file: Path) -> None:
         """The vocabulary as a fairseq dictionary: every piece, in the model's own order.
 
         The counts mean nothing; fairseq adds its <s>, <pad>, </s> and <unk> itself.
         """
-        numbers = range(self.model.get_piece_size())
-        pieces = [
-            self.model.id_to_piece(number)
-            for number in numbers
-            if not self.model.is_control(number) and not self.model.is_unknown(number)
-        ]
-        write_lines(file, [f"{piece} 1" for piece in pieces])
+        write_lines(file, [f"{piece} 1" for piece in self.vocabulary])
 
 
 def train_subwords(lines: Sequence[str], vocab_size: int, file: Path) -> int:

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from qknorm_fairseq import prepared_data
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.files import sha256, write_json
 from qknorm_fairseq.prepared_data import DESCRIPTION, Description
@@ -72,16 +73,13 @@ class Lengths:
 def locate(run: Result) -> TestSet:
     """The test set that a run was scored on.
 
-    Its folder is looked for beside the folder of the runs and in the current one.
+    Where it is looked for: see :func:`qknorm_fairseq.prepared_data.locate`.
 
     Raises:
         QKNormError: it isn't there (the runs were copied here, say), or has changed.
     """
-    for beside in (run.folder.resolve().parents[4], Path.cwd()):
-        folder = beside / run.data
-        if (folder / DESCRIPTION).is_file():
-            break
-    else:
+    folder = prepared_data.locate(run.data, run.folder)
+    if folder is None:
         raise QKNormError(f"{run.data}: its test set is not here")
     description = Description.load(folder)
     if read_json(run.folder / DESCRIPTION) != read_json(folder / DESCRIPTION):

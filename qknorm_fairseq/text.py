@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.errors import QKNormError, reason
 
 LONGEST = 1 << 20  # bytes of a line
 
@@ -32,23 +32,21 @@ def iter_lines(path: Path) -> Iterator[str]:
     inside a sentence doesn't shift the lines after it.
 
     Raises:
-        QKNormError: the file is missing, not readable, or not valid UTF-8 (naming the line).
+        QKNormError: the file is missing, not readable, or no text (naming the line).
     """
     try:
         with path.open("rb") as file:
             yield from decode_lines(file, path)
-    except FileNotFoundError:
-        raise QKNormError(f"{path}: no such file") from None
     except OSError as error:
-        raise QKNormError(f"{path}: {error.strerror}") from None
+        raise QKNormError(f"{path}: {reason(error)}") from None
 
 
 def decode_lines(stream: BinaryIO, name: Path | str) -> Iterator[str]:
     """The same for an open stream, a line as soon as it is there.
 
     Raises:
-        QKNormError: a line is not valid UTF-8, or longer than any sentence; the message has its
-            number. So no input, however long, fills the memory.
+        QKNormError: a line is no text, or longer than any sentence; the message has its number.
+            So no input, however long, fills the memory.
     """
     number = 0
     while line := stream.readline(LONGEST + 1):
@@ -69,12 +67,19 @@ def decode_line(line: bytes, path: Path | str, number: int) -> str:
     """One line's text, one-spaced.
 
     Raises:
-        QKNormError: it is not valid UTF-8; the message names file, line and byte.
+        QKNormError: it is not valid UTF-8, or has a NUL, which no text has but UTF-16 and other
+            files have; the message names file, line and byte.
     """
     try:
-        return one_spaced(line.decode("utf-8"))
+        text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise QKNormError(
             f"{path}, line {number}: not valid UTF-8 (byte {error.start + 1} is "
             f"0x{line[error.start]:02x}); convert the file, e.g. with iconv -t UTF-8"
         ) from None
+    if (nul := line.find(b"\0")) >= 0:
+        raise QKNormError(
+            f"{path}, line {number}: not text (byte {nul + 1} is a NUL); if the file is UTF-16, "
+            "convert it with iconv -f UTF-16 -t UTF-8"
+        )
+    return one_spaced(text)

@@ -16,6 +16,7 @@ from typing import Any
 
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
+from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.text import one_spaced
 
 NONE = "none"
@@ -51,6 +52,16 @@ def detokenize(lines: Sequence[str], lang: str) -> list[str]:
     """Moses tokens to text."""
     moses = _moses(MosesDetokenizer, lang)
     return [one_spaced(moses.detokenize(line.split(), unescape=False)) for line in lines]
+
+
+def check_language(code: str) -> None:
+    """
+    Raises:
+        QKNormError: this can't be a language's code. Those that Moses has no rules for are good:
+            it takes its general ones.
+    """
+    if not re.fullmatch(r"\w{1,20}(-\w{1,20})*", code):
+        raise QKNormError(f"language code {code!r}: write one such as en or pt-br")
 
 
 @lru_cache

@@ -194,9 +194,12 @@ def progress_of(checkpoint: Path) -> dict[str, Any]:
     from qknorm_fairseq.checkpoints import load
 
     state = load(checkpoint)
-    meters = {key: value for _, key, _, value in state["extra_state"]["metrics"]["default"]}
-    return {
-        "updates": state["optimizer_history"][-1]["num_updates"],
-        "seconds": float(meters["train_wall"]["sum"]),
-        "tokens": float(meters["wpb"]["sum"]),
-    }
+    try:
+        meters = {key: value for _, key, _, value in state["extra_state"]["metrics"]["default"]}
+        return {
+            "updates": state["optimizer_history"][-1]["num_updates"],
+            "seconds": float(meters["train_wall"]["sum"]),
+            "tokens": float(meters["wpb"]["sum"]),
+        }
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise QKNormError(f"{checkpoint}: does not say how far its training got") from None

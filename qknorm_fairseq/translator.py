@@ -15,10 +15,11 @@ from fairseq.data import data_utils
 
 import qknorm_fairseq
 from qknorm_fairseq.checkpoints import load
-from qknorm_fairseq.errors import QKNormError
-from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description
+from qknorm_fairseq.errors import QKNormError, printable
+from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description, locate
 from qknorm_fairseq.subwords import Subwords
 from qknorm_fairseq.tokenization import detokenize, tokenize, unescape
+from qknorm_fairseq.vocabulary import fingerprint, of_folder
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Translator:
                 f"{checkpoint} does not fit the vocabulary in {folder}, or is of another model: "
                 f"{type(error).__name__}: {shorten(reason[-1], 200)}"
             ) from None
+        self._check_vocabulary(checkpoint, folder, state)
         self.device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
         for model in models:
             model.to(self.device).eval().prepare_for_inference_(cfg)
@@ -99,6 +101,34 @@ class Translator:
         self.generator = self.task.build_generator(models, Namespace(**search))
         limits = (model.max_positions() for model in models)
         self.longest = min(utils.resolve_max_positions(self.task.max_positions(), *limits))
+
+    def _check_vocabulary(self, checkpoint: Path, folder: Path, state: dict[str, Any]) -> None:
+        """Refuse a vocabulary that is only as large as the model's: it would translate nonsense.
+
+        Models of ours say what they were trained with. Others may lie beside their dictionaries,
+        or those that they were trained with may still be where they were.
+        """
+        dictionaries = self.task.source_dictionary, self.task.target_dictionary
+        for piece in self.subwords.vocabulary:
+            if any(dictionary.index(piece) == dictionary.unk() for dictionary in dictionaries):
+                raise QKNormError(
+                    f"{folder}: {SUBWORDS} is not of the vocabulary of its dictionaries (they "
+                    f"lack {piece!r}); prepare the data again"
+                )
+        here = f"{self.description.source_lang}-{self.description.target_lang}"
+        trained = _options(state, "model")
+        languages = trained.get("languages", here)
+        if languages != here:
+            raise QKNormError(f"{checkpoint}: translates {languages}, but {folder} is of {here}")
+        known = trained.get("vocabulary")
+        if known is None:
+            others = (of_folder(place, *here.split("-")) for place in _places(checkpoint, state))
+            known = next((other for other in others if other is not None), None)
+        if known not in (None, fingerprint(*dictionaries)):
+            raise QKNormError(
+                f"{folder}: its vocabulary is as large as that which {checkpoint} was trained "
+                "with, but another; name the folder of its own with --data"
+            )
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """One translation a line, in the same order; an empty line stays empty."""
@@ -135,7 +165,7 @@ class Translator:
             if len(pieces) >= self.longest:
                 logger.warning(
                     f"a line of {len(pieces)} subwords is cut to the {self.longest - 1} that the "
-                    f"model can read: {lines[number][:40]}..."
+                    f"model can read: {printable(lines[number][:40])}..."
                 )
             tokens.append(self._indices(pieces[: self.longest - 1]))
         dataset = self.task.build_dataset_for_inference(tokens, [len(t) for t in tokens])
@@ -164,15 +194,28 @@ class Translator:
         return self.subwords.decode([dictionary[t] for t in tokens.tolist() if t not in special])
 
 
+def _options(state: dict[str, Any], group: str) -> dict[str, Any]:
+    """A group of the options that a checkpoint was trained with."""
+    cfg = state.get("cfg")
+    options = cfg.get(group) if isinstance(cfg, dict) else None
+    options = vars(options) if isinstance(options, Namespace) else options
+    return options if isinstance(options, dict) else {}
+
+
+def _places(checkpoint: Path, state: dict[str, Any]) -> list[Path]:
+    """Where a checkpoint's prepared folder may be."""
+    places = [checkpoint.parent]
+    if data := _options(state, "task").get("data"):
+        trained_on = Path(str(data).split(":")[0])
+        places.append(locate(trained_on, checkpoint) or trained_on)
+    return places
+
+
 def _find_data(checkpoint: Path, data: Path | None, state: dict[str, Any]) -> Path:
     """The prepared folder that belongs to a checkpoint."""
     if data is not None:
         return data
-    trained_on = (state.get("cfg") or {}).get("task") or {}
-    trained_on = trained_on if isinstance(trained_on, dict) else vars(trained_on)
-    places = [checkpoint.parent]
-    if trained_on.get("data"):
-        places.append(Path(trained_on["data"].split(":")[0]))
+    places = _places(checkpoint, state)
     for place in places:
         if (place / DESCRIPTION).is_file():
             return place

@@ -38,7 +38,7 @@ def download(packages: tuple[Package, ...], folder: Path, *, progress: bool) -> 
                 wheel = Path(work) / "wheel" / package.wheel
                 if not wheel.is_file():
                     raise QKNormError(f"{package}: pip brought no {package.wheel}")
-                wheel.replace(folder / package.wheel)
+                files.settle(wheel, folder / package.wheel)
 
 
 def _is_there(package: Package, folder: Path) -> bool:

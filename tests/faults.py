@@ -17,7 +17,8 @@ import pytest
 
 Fault = Callable[[str, str, str], None]
 PROPERTY = "fault"
-FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s/:'\"]+/)+")  # of this machine; files keep their names
+FOLDERS = re.compile(r"(?<![\w.>:/])/(?:[^\s/:'\"]+/)+")  # of this machine; files keep their names
+PORT = re.compile(r"(127\.0\.0\.1):\d+")  # another one each time
 
 
 class Row(NamedTuple):
@@ -34,8 +35,11 @@ def fault(request: pytest.FixtureRequest) -> Fault:
     """`fault("translate", "a truncated checkpoint", done.stderr)`: a row of the table."""
 
     def record(area: str, done: str, happened: str) -> None:
-        said = " ".join(FOLDERS.sub("", happened).split())
-        request.node.user_properties.append((PROPERTY, (area, done, said)))
+        happened = PORT.sub(r"\1", FOLDERS.sub("", happened))
+        if "╭" in happened:  # a usage error: what stands in the box is the message
+            happened = " ".join(re.findall("│(.*)│", happened))
+        row = (area, *(" ".join(text.split()) for text in (done, happened)))
+        request.node.user_properties.append((PROPERTY, row))
 
     return record
 
@@ -55,7 +59,7 @@ class FaultsTable:
                     self.rows.append(Row(*row, test=test))
 
     def pytest_sessionfinish(self) -> None:
-        self.file.write_text(table(self.rows), encoding="utf-8")
+        self.file.write_text(table(self.rows), encoding="utf-8", errors="backslashreplace")
 
 
 def table(rows: list[Row]) -> str:

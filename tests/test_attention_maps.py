@@ -15,6 +15,7 @@ import torch
 from browser import DESKTOP, PHONE, browser_page
 from conftest import Run
 from fairseq import checkpoint_utils
+from faults import Fault
 from torch import Tensor
 
 import qknorm_fairseq
@@ -200,6 +201,7 @@ def test_what_can_not_be_shown_is_said(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    fault: Fault,
 ) -> None:
     from qknorm_fairseq import cli
 
@@ -217,6 +219,7 @@ def test_what_can_not_be_shown_is_said(
     assert ended.value.code == status, errors
     assert said in errors
     assert not list(tmp_path.iterdir())
+    fault("attention", " ".join(words[6:])[:40], errors)
 
 
 # Statistics.

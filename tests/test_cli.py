@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, Run, clean_environment
 
-COMMANDS = ("user-dir", "fetch", "prepare", "translate", "score")
+COMMANDS = (
+    *("user-dir", "fetch", "prepare", "translate", "score", "compare", "report", "attention"),
+    "bench",
+)
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -31,6 +34,10 @@ def test_help_names_every_command(flag: str, run: Run) -> None:
         (("prepare",), "--train"),
         (("translate",), "--checkpoint"),
         (("score",), "--tokenized"),
+        (("compare",), "--metric"),
+        (("report",), "--base"),
+        (("attention",), "--source"),
+        (("bench",), "--turns"),
     ],
 )
 def test_every_command_has_help(command: tuple[str, ...], mentioned: str, run: Run) -> None:

@@ -14,6 +14,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from faults import Fault
 from publisher import Publisher, write_registry
 
 from qknorm_fairseq import downloads
@@ -246,28 +247,32 @@ def test_a_damaged_note_about_a_part_starts_again(
 
 
 def test_a_server_that_promises_more_than_it_sends(
-    publisher: Publisher, obtain: Obtain, folder: Path
+    publisher: Publisher, obtain: Obtain, folder: Path, fault: Fault
 ) -> None:
     publisher.claims = 400_000
-    with pytest.raises(QKNormError, match="after 300,000 of 400,000 bytes; they are kept"):
+    with pytest.raises(
+        QKNormError, match="after 300,000 of 400,000 bytes; they are kept"
+    ) as caught:
         obtain()
     assert (folder / "data.bin.part").read_bytes() == CONTENT
     publisher.claims = None
     assert obtain()["data.bin"].read_bytes() == CONTENT
+    fault("fetch", "a server that promises more than it sends", str(caught.value))
 
 
 def test_a_server_that_promises_less_than_it_should(
-    publisher: Publisher, obtain: Obtain, folder: Path
+    publisher: Publisher, obtain: Obtain, folder: Path, fault: Fault
 ) -> None:
     publisher.claims = 1000
-    with pytest.raises(QKNormError, match="not the published file"):
+    with pytest.raises(QKNormError, match="not the published file") as caught:
         obtain(sha256=sha256(CONTENT))
     assert not names(folder)
+    fault("fetch", "a server that promises less than it should send", str(caught.value))
 
 
 @pytest.mark.parametrize("claims", [None, -1], ids=["said", "not said"])
 def test_too_large_a_file_is_refused(
-    publisher: Publisher, obtain: Obtain, folder: Path, claims: int | None
+    publisher: Publisher, obtain: Obtain, folder: Path, claims: int | None, fault: Fault
 ) -> None:
     publisher.claims = claims
     with pytest.raises(QKNormError) as caught:
@@ -276,6 +281,11 @@ def test_too_large_a_file_is_refused(
         f"{publisher.address}data.bin: larger than the 250,000 bytes that the registry allows"
     )
     assert not names(folder)
+    fault(
+        "fetch",
+        f"a file too large, its length {'not ' * (claims is not None)}said",
+        str(caught.value),
+    )
 
 
 def test_a_server_need_not_say_how_long_a_file_is(publisher: Publisher, obtain: Obtain) -> None:
@@ -284,18 +294,19 @@ def test_a_server_need_not_say_how_long_a_file_is(publisher: Publisher, obtain: 
 
 
 def test_a_server_that_falls_silent(
-    publisher: Publisher, obtain: Obtain, monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, obtain: Obtain, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     monkeypatch.setattr(downloads, "TIMEOUT", 0.3)
     publisher.stalls_after = 131_072
     with pytest.raises(
         QKNormError, match=r"after 131,072 of 300,000 bytes \(timed out\); they are"
-    ):
+    ) as caught:
         obtain()
+    fault("fetch", "a server that falls silent half-way", str(caught.value))
 
 
 def test_a_wrong_hash_is_one_line_and_leaves_nothing(
-    publisher: Publisher, obtain: Obtain, folder: Path
+    publisher: Publisher, obtain: Obtain, folder: Path, fault: Fault
 ) -> None:
     with pytest.raises(QKNormError) as caught:
         obtain(sha256="f" * 64)
@@ -304,10 +315,11 @@ def test_a_wrong_hash_is_one_line_and_leaves_nothing(
         f"{sha256(CONTENT)[:12]}, the registry's with ffffffffffff"
     )
     assert not names(folder)
+    fault("fetch", "a file of another hash", str(caught.value))
 
 
 def test_a_file_that_changed_since_the_first_download_is_refused(
-    publisher: Publisher, obtain: Obtain, folder: Path
+    publisher: Publisher, obtain: Obtain, folder: Path, fault: Fault
 ) -> None:
     obtain()
     (folder / "data.bin").unlink()
@@ -322,35 +334,43 @@ def test_a_file_that_changed_since_the_first_download_is_refused(
     assert names(folder) == {"sha256.json"}
     (folder / "sha256.json").unlink()
     assert obtain()["data.bin"].read_bytes() == OTHER
+    fault("fetch", "a file changed since its first download", str(caught.value))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"data.bin": 1}', "\xff"])
-def test_a_damaged_record_is_named(obtain: Obtain, folder: Path, content: str) -> None:
+def test_a_damaged_record_is_named(
+    obtain: Obtain, folder: Path, content: str, fault: Fault
+) -> None:
     folder.mkdir()
     (folder / "sha256.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(QKNormError, match=r"sha256\.json: damaged; remove it"):
+    with pytest.raises(QKNormError, match=r"sha256\.json: damaged; remove it") as caught:
         obtain()
+    fault("fetch", f"a damaged record of hashes: {content!r}", str(caught.value))
 
 
 # --- addresses ------------------------------------------------------------------------------
 
 
-def test_a_missing_file_is_one_line(publisher: Publisher, obtain: Obtain) -> None:
+def test_a_missing_file_is_one_line(publisher: Publisher, obtain: Obtain, fault: Fault) -> None:
     publisher.files.clear()
     with pytest.raises(QKNormError) as caught:
         obtain()
     assert str(caught.value) == f"{publisher.address}data.bin: the server says 404 Not Found"
+    fault("fetch", "a file that the server has not", str(caught.value))
 
 
-def test_no_connection_says_what_else_there_is(obtain: Obtain) -> None:
+def test_no_connection_says_what_else_there_is(obtain: Obtain, fault: Fault) -> None:
     with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         mirror = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(QKNormError, match=r"no connection \(Connection refused\); .* --from"):
+        with pytest.raises(
+            QKNormError, match=r"no connection \(Connection refused\); .* --from"
+        ) as caught:
             obtain(mirror=mirror)
+    fault("fetch", "a server that does not answer", str(caught.value))
 
 
-def test_no_http_is_no_connection(obtain: Obtain) -> None:
+def test_no_http_is_no_connection(obtain: Obtain, fault: Fault) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -361,9 +381,12 @@ def test_no_http_is_no_connection(obtain: Obtain) -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(QKNormError, match=r"no connection \(220 smtp\.example\.org ready\)"):
+        with pytest.raises(
+            QKNormError, match=r"no connection \(220 smtp\.example\.org ready\)"
+        ) as caught:
             obtain(mirror=f"http://127.0.0.1:{server.getsockname()[1]}")
         thread.join()
+    fault("fetch", "a server that speaks no HTTP", str(caught.value))
 
 
 def test_redirects_are_followed_a_few_times(publisher: Publisher, obtain: Obtain) -> None:
@@ -374,20 +397,24 @@ def test_redirects_are_followed_a_few_times(publisher: Publisher, obtain: Obtain
         obtain(mirror=f"{publisher.address}4", sha256=sha256(CONTENT))
 
 
-def test_redirects_in_a_circle_end(publisher: Publisher, obtain: Obtain) -> None:
+def test_redirects_in_a_circle_end(publisher: Publisher, obtain: Obtain, fault: Fault) -> None:
     publisher.redirects = {"/data.bin": "/data.bin"}
-    with pytest.raises(QKNormError, match=r"data\.bin: redirects to nowhere, or too often$"):
+    with pytest.raises(
+        QKNormError, match=r"data\.bin: redirects to nowhere, or too often$"
+    ) as caught:
         obtain()
+    fault("fetch", "a redirect in a circle", str(caught.value))
 
 
 @pytest.mark.parametrize("to", ["file:///etc/passwd", "ftp://127.0.0.1/data.bin", "gopher://x/"])
 def test_redirects_lead_to_http_only(
-    publisher: Publisher, obtain: Obtain, folder: Path, to: str
+    publisher: Publisher, obtain: Obtain, folder: Path, to: str, fault: Fault
 ) -> None:
     publisher.redirects = {"/data.bin": to}
-    with pytest.raises(QKNormError, match=r"data\.bin: redirects to "):
+    with pytest.raises(QKNormError, match=r"data\.bin: redirects to ") as caught:
         obtain()
     assert not names(folder)
+    fault("fetch", f"a redirect to {to}", str(caught.value))
 
 
 @pytest.mark.parametrize(

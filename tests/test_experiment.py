@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import PROJECT, Run, clean_environment
+from faults import Fault
 from omegaconf import OmegaConf
 
 from qknorm_fairseq.checkpoints import load
@@ -236,7 +237,7 @@ def test_what_is_done_is_not_done_again(
 
 
 def test_a_folder_is_not_used_for_another_configuration(
-    experiment: Experiment, both: tuple[Path, subprocess.CompletedProcess[str]]
+    experiment: Experiment, both: tuple[Path, subprocess.CompletedProcess[str]], fault: Fault
 ) -> None:
     folder, _ = both
     before = (folder / QKNORM / "config.yaml").read_text("utf-8")
@@ -246,6 +247,11 @@ def test_a_folder_is_not_used_for_another_configuration(
     assert f"{QKNORM}: holds a run with another configuration" in done.stderr
     assert "(optimization.max_update is 12 there, 13 here)" in done.stderr
     assert (folder / QKNORM / "config.yaml").read_text("utf-8") == before
+    fault(
+        "configurations",
+        "a folder with a run of another configuration",
+        done.stderr.splitlines()[0],
+    )
 
 
 @pytest.fixture
@@ -256,7 +262,7 @@ def copied(both: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) 
 
 
 def test_a_folder_is_not_used_for_other_data(
-    experiment: Experiment, prepared: Path, copied: Path
+    experiment: Experiment, prepared: Path, copied: Path, fault: Fault
 ) -> None:
     """The data was prepared anew under the same name: the vocabulary may be another."""
     description = copied / QKNORM / "qknorm.json"
@@ -265,6 +271,7 @@ def test_a_folder_is_not_used_for_other_data(
     done = experiment(copied, "optimization.max_update=12")
     assert done.returncode == 1
     assert f"{QKNORM}: was trained on other data than {prepared} holds now" in done.stderr
+    fault("configurations", "a folder with a run on other data", done.stderr.splitlines()[0])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -374,7 +381,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
 
 
 def test_a_checkpoint_cut_short_is_mended_from_the_best(
-    experiment: Experiment, copied: Path
+    experiment: Experiment, copied: Path, fault: Fault
 ) -> None:
     """fairseq without the plugin copies checkpoint_best.pt over it; it can be killed meanwhile."""
     last = copied / QKNORM / "checkpoint_last.pt"
@@ -385,10 +392,15 @@ def test_a_checkpoint_cut_short_is_mended_from_the_best(
     assert done.returncode == 0, done.stderr
     assert score(copied / QKNORM)["updates"] == 12
     assert last.read_bytes() == (copied / QKNORM / "checkpoint_best.pt").read_bytes()
+    fault(
+        "files",
+        "a last checkpoint cut short by a kill",
+        "mended from the best one; the experiment goes on",
+    )
 
 
 def test_two_at_once_on_one_folder(
-    experiment: Experiment, background: Callable[..., Running], tmp_path: Path
+    experiment: Experiment, background: Callable[..., Running], tmp_path: Path, fault: Fault
 ) -> None:
     first = background(*ENDLESS)
     first.wait_for(tmp_path / "endless" / "config.yaml")
@@ -396,6 +408,7 @@ def test_two_at_once_on_one_folder(
     assert first.process.poll() is None  # it was at work all the time
     assert second.returncode == 1
     assert "endless: another process is at work on this run" in second.stderr
+    fault("files", "two experiments on one folder at once", second.stderr.splitlines()[0])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -419,20 +432,22 @@ def test_two_at_once_on_one_folder(
     ],
 )
 def test_a_wrong_setting_is_named_before_anything_is_done(
-    experiment: Experiment, tmp_path: Path, setting: str, named: str
+    experiment: Experiment, tmp_path: Path, setting: str, named: str, fault: Fault
 ) -> None:
     done = experiment(tmp_path, setting)
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert named in done.stderr
     assert list(tmp_path.iterdir()) == []
+    fault("configurations", setting, done.stderr)
 
 
-def test_unprepared_data_is_named(experiment: Experiment, tmp_path: Path) -> None:
+def test_unprepared_data_is_named(experiment: Experiment, tmp_path: Path, fault: Fault) -> None:
     done = experiment(tmp_path, f"task.data={tmp_path / 'nothing'}")
     assert done.returncode == 1
     assert f"{tmp_path / 'nothing'}: not prepared yet; see `qknorm prepare --help`" in done.stderr
     assert list(tmp_path.iterdir()) == []
+    fault("configurations", "data that is not prepared", done.stderr.splitlines()[0])
 
 
 def test_one_failing_run_does_not_lose_the_other(experiment: Experiment, tmp_path: Path) -> None:
@@ -467,9 +482,12 @@ def test_a_folder_that_a_failed_run_began_is_used_again(
     assert weights["encoder.layers.0.self_attn.g"].item() == pytest.approx(3, abs=0.01)
 
 
-def test_two_runs_are_not_kept_in_one_folder(experiment: Experiment, tmp_path: Path) -> None:
+def test_two_runs_are_not_kept_in_one_folder(
+    experiment: Experiment, tmp_path: Path, fault: Fault
+) -> None:
     done = experiment(tmp_path, "model.dropout=0.1,0.2")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert f"are both to be kept in {QKNORM}: set checkpoint.save_dir" in done.stderr
     assert list(tmp_path.iterdir()) == []
+    fault("configurations", "two runs for one folder", done.stderr)

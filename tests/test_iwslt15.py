@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from conftest import Run
+from faults import Fault
 from publisher import Publisher, write_registry
 
 from qknorm_fairseq.corpora import load_registry
@@ -135,7 +137,9 @@ def test_other_counts_are_a_warning_with_both(
     )
 
 
-def test_different_numbers_of_lines_are_an_error(fetch: Fetch, tmp_path: Path) -> None:
+def test_different_numbers_of_lines_are_an_error(
+    fetch: Fetch, tmp_path: Path, fault: Fault
+) -> None:
     with pytest.raises(QKNormError) as caught:
         fetch({"tst2012.vi": text(VIETNAMESE[:9])})
     assert str(caught.value) == (
@@ -143,6 +147,22 @@ def test_different_numbers_of_lines_are_an_error(fetch: Fetch, tmp_path: Path) -
         "are not the two sides of one text"
     )
     assert not (tmp_path / "data/corpora").exists()
+    fault("fetch", "iwslt15: different numbers of lines", str(caught.value))
+
+
+def test_several_at_once(run: Run, tmp_path: Path, fault: Fault) -> None:
+    (tmp_path / "local").mkdir()
+    for name, content in published().items():
+        (tmp_path / "local" / name).write_bytes(content)
+    options = ("--from", tmp_path / "local", "--registry", registry(tmp_path))
+    call = ("qknorm", "fetch", "iwslt15", *options, "--data-dir", tmp_path / "data")
+    with ThreadPoolExecutor(4) as pool:
+        for done in pool.map(lambda _: run(*call), range(4)):
+            assert done.returncode == 0, done.stderr
+    folder = tmp_path / "data/corpora/iwslt15"
+    assert [path.name for path in folder.iterdir()] == ["en-vi"]
+    assert len(lines(folder / "en-vi" / "train.vi")) == 40
+    fault("files", "four fetches of one corpus at once", "one waits for the other; all succeed")
 
 
 def test_a_unicode_separator_does_not_break_a_line(fetch: Fetch) -> None:
@@ -153,14 +173,18 @@ def test_a_unicode_separator_does_not_break_a_line(fetch: Fetch) -> None:
     assert len(lines(folder / "train.en")) == 40
 
 
-def test_bytes_that_are_no_utf8_are_found(fetch: Fetch) -> None:
-    with pytest.raises(QKNormError, match=r"tst2013\.en, line 2: not valid UTF-8 \(byte 3 is 0xe9"):
+def test_bytes_that_are_no_utf8_are_found(fetch: Fetch, fault: Fault) -> None:
+    with pytest.raises(
+        QKNormError, match=r"tst2013\.en, line 2: not valid UTF-8 \(byte 3 is 0xe9"
+    ) as caught:
         fetch({"tst2013.en": b"One .\nTo\xe9 .\n"})
+    fault("fetch", "iwslt15: invalid UTF-8", str(caught.value))
 
 
-def test_a_missing_file_is_named(fetch: Fetch) -> None:
-    with pytest.raises(QKNormError, match=r"local/tst2013\.vi: no such file$"):
+def test_a_missing_file_is_named(fetch: Fetch, fault: Fault) -> None:
+    with pytest.raises(QKNormError, match=r"local/tst2013\.vi: no such file$") as caught:
         fetch({"tst2013.vi": None})
+    fault("fetch", "iwslt15: a file is missing", str(caught.value))
 
 
 def test_the_registry_of_this_repository_has_the_paper_s_counts() -> None:

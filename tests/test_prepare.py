@@ -16,6 +16,7 @@ import pytest
 import sentencepiece
 from conftest import Files, Run, clean_environment
 from fairseq.data import Dictionary, indexed_dataset
+from faults import Fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -257,7 +258,7 @@ BAD: dict[str, tuple[dict[str, bytes | None], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files_end_in_one_line_and_nothing_half_written(
-    name: str, run: Run, tmp_path: Path
+    name: str, run: Run, tmp_path: Path, fault: Fault
 ) -> None:
     changes, expected = BAD[name]
     files = write_files(tmp_path / "text", GOOD)
@@ -274,16 +275,19 @@ def test_bad_files_end_in_one_line_and_nothing_half_written(
     for part in expected:
         assert part in done.stderr
     assert names_below(tmp_path) == before
+    fault("prepare", name, done.stderr)
 
 
-def test_a_directory_instead_of_a_file(run: Run, tmp_path: Path) -> None:
+def test_a_directory_instead_of_a_file(run: Run, tmp_path: Path, fault: Fault) -> None:
     files = write_files(tmp_path / "text", GOOD)
     files["train"] = (tmp_path / "text", files["train"][1])
     done = run("qknorm", "prepare", *parts(files), "-s", "xx", "--out", tmp_path / "out")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert str(tmp_path / "text") in done.stderr
+    assert "a folder, where a file is needed" in done.stderr
     assert names_below(tmp_path) == ["text", *(f"text/{name}" for name in sorted(GOOD))]
+    fault("prepare", "a folder given for a text", done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -293,10 +297,12 @@ def test_a_directory_instead_of_a_file(run: Run, tmp_path: Path) -> None:
         (("-s", "pt-br"), "'pt-br'"),
         (("-s", "../up"), "'../up'"),
         (("-t", "a b"), "'a b'"),
+        (("-t", "$(touch ran)"), "'$(touch ran)'"),
+        (("-t", "x" * 21), "at most 20"),
     ],
 )
 def test_bad_language_codes(
-    languages: tuple[str, str], expected: str, run: Run, tmp_path: Path
+    languages: tuple[str, str], expected: str, run: Run, tmp_path: Path, fault: Fault
 ) -> None:
     files = write_files(tmp_path / "text", GOOD)
     before = names_below(tmp_path)
@@ -306,6 +312,7 @@ def test_bad_language_codes(
     assert expected in done.stderr
     assert "--source-lang" in done.stderr
     assert names_below(tmp_path) == before
+    fault("prepare", " ".join(languages), done.stderr)
 
 
 def test_files_without_suffixes_need_language_codes(run: Run, tmp_path: Path) -> None:
@@ -318,7 +325,7 @@ def test_files_without_suffixes_need_language_codes(run: Run, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_in_the_way_of_the_folder(run: Run, tmp_path: Path) -> None:
+def test_a_file_in_the_way_of_the_folder(run: Run, tmp_path: Path, fault: Fault) -> None:
     files = write_files(tmp_path / "text", GOOD)
     (tmp_path / "out").write_text("mine")
     done = run("qknorm", "prepare", *parts(files), "--out", tmp_path / "out", "--force")
@@ -326,6 +333,7 @@ def test_a_file_in_the_way_of_the_folder(run: Run, tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
     assert str(tmp_path / "out") in done.stderr
     assert (tmp_path / "out").read_text() == "mine"
+    fault("prepare", "a file where the folder should be made", done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -336,6 +344,8 @@ def test_a_file_in_the_way_of_the_folder(run: Run, tmp_path: Path) -> None:
         ("--train", "a.xx"),
         ("--corpus", "catalogues"),
         ("--corpus", "catalogues", "--pair", "glen"),
+        ("--corpus", "catalogues", "--pair", "gl-en-fr"),
+        ("--corpus", "catalogues", "--pair", "../gl-en"),
         ("--corpus", "catalogues", "--pair", "gl-en", "--train", "a.xx", "a.yy"),
         ("--corpus", "catalogues", "--pair", "gl-en", "--vocab-size", "2"),
         ("--corpus", "catalogues", "--pair", "gl-en", "--limit", "0"),
@@ -506,7 +516,7 @@ def start(files: Files, out: Path, vocab_size: int = 160) -> subprocess.Popen[by
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_in_the_middle_it_leaves_no_folder_that_looks_finished(
-    kind: signal.Signals, run: Run, parallel_files: Files, tmp_path: Path
+    kind: signal.Signals, run: Run, parallel_files: Files, tmp_path: Path, fault: Fault
 ) -> None:
     out = tmp_path / "out"
     process = start(parallel_files, out)
@@ -518,10 +528,11 @@ def test_stopped_in_the_middle_it_leaves_no_folder_that_looks_finished(
     assert not out.exists()
     if kind == signal.SIGINT:  # Ctrl-C leaves time to tidy up
         assert names_below(tmp_path) == []
+    fault("prepare", f"stopped in the middle ({kind.name})", "no folder that looks finished")
 
 
 def test_two_at_once_and_after_one_was_killed(
-    run: Run, parallel_files: Files, prepared: Path, tmp_path: Path
+    run: Run, parallel_files: Files, prepared: Path, tmp_path: Path, fault: Fault
 ) -> None:
     out = tmp_path / "out"
     (tmp_path / ".out.abcdefgh").mkdir()  # what a killed call leaves behind
@@ -530,10 +541,15 @@ def test_two_at_once_and_after_one_was_killed(
     assert [process.wait() for process in processes] == [0, 0]
     assert contents(out) == contents(prepared)  # the same bytes as whenever it is made
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    fault(
+        "prepare",
+        "two at once of one corpus, beside what a killed one left",
+        "one waits; both succeed, with the same bytes; what was left is gone",
+    )
 
 
 def test_two_at_once_with_different_options_do_not_overwrite_each_other(
-    parallel_files: Files, tmp_path: Path
+    parallel_files: Files, tmp_path: Path, fault: Fault
 ) -> None:
     """One is made; the other is told so, as if it had come later."""
     out = tmp_path / "out"
@@ -541,6 +557,11 @@ def test_two_at_once_with_different_options_do_not_overwrite_each_other(
     assert sorted(process.wait() for process in processes) == [0, 1]
     made = json.loads((out / "qknorm.json").read_text())["made_from"]["vocab_size"]
     assert made == (160, 150)[[process.returncode for process in processes].index(0)]
+    fault(
+        "prepare",
+        "two at once into one folder, with different options",
+        "one is made, whole; the other is told that the folder is there",
+    )
 
 
 # The text path, with any text
@@ -644,7 +665,9 @@ def test_binarized_as_by_fairseq_preprocess(
         assert file.read_bytes() == (prepared / file.name).read_bytes(), file.name
 
 
-def test_swapped_files_are_refused(run: Run, parallel_files: Files, tmp_path: Path) -> None:
+def test_swapped_files_are_refused(
+    run: Run, parallel_files: Files, tmp_path: Path, fault: Fault
+) -> None:
     """The suffixes of --valid contradict those of --train."""
     train, valid = parallel_files["train"], parallel_files["valid"]
     done = run(
@@ -653,3 +676,4 @@ def test_swapped_files_are_refused(run: Run, parallel_files: Files, tmp_path: Pa
     assert done.returncode == 1
     assert "--valid" in done.stderr and "the other way round" in done.stderr
     assert not (tmp_path / "out").exists()
+    fault("prepare", "source and target of --valid swapped", done.stderr)

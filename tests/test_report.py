@@ -14,6 +14,7 @@ import pytest
 import yaml
 from browser import DESKTOP, PHONE, browser_page
 from conftest import Run
+from faults import Fault
 
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.report import make as make_report
@@ -467,12 +468,14 @@ def test_a_resumed_training_counts_once(tmp_path: Path) -> None:
     assert losses == [(100, 7.0), (200, 0.5)]
 
 
-def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(QKNormError, match="runs: no such folder"):
+def test_bad_input_is_one_line(run: Run, tmp_path: Path, fault: Fault) -> None:
+    with pytest.raises(QKNormError, match="runs: no such folder") as refusal:
         find(tmp_path / "runs")
+    fault("report", "no folder of runs", str(refusal.value))
     (tmp_path / "runs").mkdir()
-    with pytest.raises(QKNormError, match="runs: no runs in it"):
+    with pytest.raises(QKNormError, match="runs: no runs in it") as refusal:
         find(tmp_path / "runs")
+    fault("report", "a folder without runs", str(refusal.value))
     folder = run_folder(tmp_path)
     good = (folder / "score.json").read_text()
     for content, says in (
@@ -480,12 +483,14 @@ def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
         (good.replace("params", "x"), "score.json: has no number 'params'"),
     ):
         (folder / "score.json").write_text(content)
-        with pytest.raises(QKNormError, match=says):
+        with pytest.raises(QKNormError, match=says) as refusal:
             find(tmp_path / "runs")
+        fault("report", f"score.json is {content[:12]}", str(refusal.value))
     (folder / "score.json").write_text(good)
     (folder / "config.yaml").write_text("model: [")
-    with pytest.raises(QKNormError, match=r"config\.yaml: not YAML: "):
+    with pytest.raises(QKNormError, match=r"config\.yaml: not YAML: ") as refusal:
         summary_of(tmp_path)
+    fault("report", "config.yaml is no YAML", str(refusal.value))
     (folder / "score.json").write_text(good[:-9])
     done = run("qknorm", "report", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
@@ -493,3 +498,4 @@ def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
         f"qknorm: {folder.relative_to(tmp_path) / 'score.json'}: not JSON"
     )
     assert done.stderr.count("\n") == 1
+    fault("report", "score.json is cut off", done.stderr)

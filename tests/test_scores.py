@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Run
+from faults import Fault
 
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.scores import detokenize, score, tokenize
@@ -211,7 +212,9 @@ def test_empty_hypotheses_count_as_bad_ones() -> None:
     assert nothing.ter == 100
 
 
-def test_different_numbers_of_lines_are_an_error_that_names_both(run: Run, tmp_path: Path) -> None:
+def test_different_numbers_of_lines_are_an_error_that_names_both(
+    run: Run, tmp_path: Path, fault: Fault
+) -> None:
     hyp, ref = write(tmp_path, HYPOTHESES[:4], REFERENCES)
     done = run("qknorm", "score", hyp, ref)
     assert done.returncode == 1
@@ -219,23 +222,27 @@ def test_different_numbers_of_lines_are_an_error_that_names_both(run: Run, tmp_p
     assert done.stderr.count("\n") == 1
     assert f"{hyp} has 4 lines" in done.stderr
     assert f"{ref} has 6" in done.stderr
+    fault("score", "different numbers of lines", done.stderr)
     with pytest.raises(QKNormError, match="4 hypotheses, but 6 references"):
         score(HYPOTHESES[:4], REFERENCES, tokenized=False)
 
 
-def test_unreadable_files_are_an_error(run: Run, tmp_path: Path) -> None:
+def test_unreadable_files_are_an_error(run: Run, tmp_path: Path, fault: Fault) -> None:
     good, empty = write(tmp_path, REFERENCES, [])
     (tmp_path / "latin1").write_bytes("été\nça\n".encode("latin-1"))
+    (tmp_path / "nul").write_bytes(b"one\na\0b\n")
     for hyp, ref, expected in (
         (empty, empty, "no lines"),
+        (tmp_path / "nul", good, f"{tmp_path / 'nul'}, line 2: not text (byte 2 is a NUL)"),
         (tmp_path / "missing", good, f"{tmp_path / 'missing'}: no such file"),
-        (good, tmp_path, f"{tmp_path}: Is a directory"),
+        (good, tmp_path, f"{tmp_path}: a folder, where a file is needed"),
         (tmp_path / "latin1", good, f"{tmp_path / 'latin1'}, line 1: not valid UTF-8"),
     ):
         done = run("qknorm", "score", hyp, ref)
         assert done.returncode == 1
         assert done.stderr.count("\n") == 1
         assert expected in done.stderr
+        fault("score", "no text: " + expected.rpartition(": ")[2], done.stderr)
 
 
 def test_wrong_use_exits_2(run: Run) -> None:

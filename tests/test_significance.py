@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import sacrebleu
 from conftest import Run
+from faults import Fault
 
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.significance import compare, compare_files
@@ -159,7 +160,7 @@ def test_other_metrics(metric: str) -> None:
     assert (found.difference > 0) == (metric == "chrf")  # fewer errors are better
 
 
-def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
+def test_bad_input_is_one_line(run: Run, tmp_path: Path, fault: Fault) -> None:
     base, system, short, empty = write(
         tmp_path, base=BASE, system=SYSTEM, short=BASE[:-1], empty=[]
     )
@@ -168,10 +169,12 @@ def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
         ((base, system, tmp_path / "none"), "bleu", "none: no such file"),
         ((base, system, system), "bleurt", "no metric 'bleurt'; there is bleu_tok,"),
     ):
-        with pytest.raises(QKNormError, match=says):
+        with pytest.raises(QKNormError, match=says) as refusal:
             compare_files(*files, metric=metric)
+        fault("compare", says.rpartition("/")[2], str(refusal.value))
     done = run("qknorm", "compare", empty, empty, empty)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"qknorm: {empty}: nothing to score: no lines\n"
+    fault("compare", "three empty files", done.stderr)
     with pytest.raises(QKNormError, match="60 hypotheses, but 59 references"):
         compare(BASE, SYSTEM, REFERENCES[:-1])

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import PROJECT, Run, clean_environment
+from faults import Fault
 from publisher import Publisher, publishing, write_registry
 
 from qknorm_fairseq import ted
@@ -269,13 +270,17 @@ def with_member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> byt
     ],
 )
 def test_an_archive_with_anything_else_in_it_is_refused(
-    fetch: Fetch, tmp_path: Path, content: bytes
+    fetch: Fetch, tmp_path: Path, content: bytes, request: pytest.FixtureRequest, fault: Fault
 ) -> None:
     before = {path for path in tmp_path.parent.rglob("*") if tmp_path not in path.parents}
-    with pytest.raises(QKNormError, match=r"ted_talks\.tar\.gz: refused, since '.*' in it is no"):
+    with pytest.raises(
+        QKNormError, match=r"ted_talks\.tar\.gz: refused, since '.*' in it is no"
+    ) as refusal:
         fetch(content)
     assert {path for path in tmp_path.parent.rglob("*") if tmp_path not in path.parents} == before
     assert not (tmp_path / "data/corpora").exists()
+    what = request.node.callspec.id
+    fault("strangers' archives", f"a member that it should not have: {what}", str(refusal.value))
 
 
 def test_a_table_that_is_there_twice_is_refused(fetch: Fetch) -> None:
@@ -307,28 +312,35 @@ def zeros(megabytes: int, before: bytes) -> bytes:
     return packed.getvalue()
 
 
-def test_a_bomb_is_refused_before_it_is_unpacked(fetch: Fetch) -> None:
+def test_a_bomb_is_refused_before_it_is_unpacked(fetch: Fetch, fault: Fault) -> None:
     bomb = zeros(50, header("all_talks_dev.tsv", 50_000_000_000))
-    with pytest.raises(QKNormError, match="has more than the 100,000 bytes that the registry all"):
+    with pytest.raises(
+        QKNormError, match="has more than the 100,000 bytes that the registry all"
+    ) as refusal:
         fetch(bomb)
+    fault("strangers' archives", "a bomb: a table of 50 GB", str(refusal.value))
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
-def test_a_bomb_in_a_header_is_refused(fetch: Fetch, kind: bytes) -> None:
-    with pytest.raises(QKNormError, match=r"damaged .*implausible size"):
+def test_a_bomb_in_a_header_is_refused(fetch: Fetch, kind: bytes, fault: Fault) -> None:
+    with pytest.raises(QKNormError, match=r"damaged .*implausible size") as refusal:
         fetch(zeros(50, header("x", 5_000_000_000, kind)))
+    fault("strangers' archives", f"a header of 5 GB, type {kind.decode()}", str(refusal.value))
 
 
-def test_headers_without_end_are_refused(fetch: Fetch) -> None:
+def test_headers_without_end_are_refused(fetch: Fetch, fault: Fault) -> None:
     attribute = b"16 comment=abcd\n".ljust(512, b"\0")
     endless = (header("x", 16, tarfile.XHDTYPE) + attribute) * 20_000
-    with pytest.raises(QKNormError, match=r"ted_talks\.tar\.gz: damaged"):
+    with pytest.raises(QKNormError, match=r"ted_talks\.tar\.gz: damaged") as refusal:
         fetch(gzip.compress(endless))
+    fault("strangers' archives", "headers without end", str(refusal.value))
 
 
-def test_a_row_without_end_is_refused(fetch: Fetch) -> None:
-    with pytest.raises(QKNormError, match=r"train\.tsv, line 2: longer than 4,194,304 bytes"):
+def test_a_row_without_end_is_refused(fetch: Fetch, fault: Fault) -> None:
+    too_long = r"train\.tsv, line 2: longer than 4,194,304 bytes"
+    with pytest.raises(QKNormError, match=too_long) as refusal:
         fetch(only(table() + b"x" * 5_000_000), bound=6_000_000)
+    fault("fetch", "ted: a row without end", str(refusal.value))
 
 
 WHOLE = archive(tables())
@@ -346,11 +358,14 @@ WHOLE = archive(tables())
     ],
     ids=["empty", "no gzip", "nothing in it", "no tar", "cut off", "cut off early"],
 )
-def test_a_damaged_archive_is_one_line(fetch: Fetch, tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_archive_is_one_line(
+    fetch: Fetch, tmp_path: Path, content: bytes, request: pytest.FixtureRequest, fault: Fault
+) -> None:
     with pytest.raises(QKNormError, match=r"ted_talks\.tar\.gz: (damaged|has no) ") as caught:
         fetch(content)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "data/corpora").exists()
+    fault("fetch", f"ted: an archive, {request.node.callspec.id}", str(caught.value))
 
 
 def test_damage_anywhere_is_one_line_or_harmless(tmp_path: Path) -> None:
@@ -386,10 +401,13 @@ def test_damage_anywhere_is_one_line_or_harmless(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_table_in_another_format_says_where(fetch: Fetch, train: bytes, problem: str) -> None:
+def test_a_table_in_another_format_says_where(
+    fetch: Fetch, train: bytes, problem: str, fault: Fault
+) -> None:
     with pytest.raises(QKNormError) as caught:
         fetch(only(train))
     assert f"ted_talks.tar.gz: all_talks_train.tsv, {problem}" in str(caught.value)
+    fault("fetch", f"ted: a table beginning {train[:24]!r}", str(caught.value))
 
 
 def test_an_empty_line_is_no_row(fetch: Fetch) -> None:

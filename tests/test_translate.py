@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import PROJECT, Files, Run, clean_environment
+from faults import Fault
 
 from qknorm_fairseq.checkpoints import load
 from qknorm_fairseq.errors import QKNormError
@@ -105,12 +106,13 @@ def test_each_line_has_its_translation_in_its_place(
 
 
 def test_a_line_too_long_is_cut_with_a_warning_and_stays_one_line(
-    piped: subprocess.CompletedProcess[str], translations: list[str]
+    piped: subprocess.CompletedProcess[str], translations: list[str], fault: Fault
 ) -> None:
     assert translations[13]
     (warning,) = piped.stderr.splitlines()
     assert warning.startswith("qknorm: a line of ")
     assert "cut to the 199" in warning
+    fault("translate", "a line of 5,000 words", warning)
 
 
 def test_a_file_gives_what_a_pipe_gives_whatever_the_batches(
@@ -244,7 +246,7 @@ def test_the_data_option_names_the_folder(
 
 @pytest.mark.parametrize("name", SMALL_FILES)
 def test_a_small_file_that_is_missing_is_named(
-    name: str, checkpoint: Path, prepared: Path, tmp_path: Path
+    name: str, checkpoint: Path, prepared: Path, tmp_path: Path, fault: Fault
 ) -> None:
     path = moved(checkpoint, prepared, tmp_path / "elsewhere")
     (path.parent / name).unlink()
@@ -252,10 +254,11 @@ def test_a_small_file_that_is_missing_is_named(
         Translator(path, data=path.parent, cpu=True)
     assert name in str(refusal.value)
     assert "\n" not in str(refusal.value)
+    fault("translate", f"{name} is missing", str(refusal.value))
 
 
 def test_another_vocabulary_does_not_fit(
-    checkpoint: Path, prepared: Path, sentences: list[str], tmp_path: Path
+    checkpoint: Path, prepared: Path, sentences: list[str], tmp_path: Path, fault: Fault
 ) -> None:
     train_subwords(sentences, 60, tmp_path / "sentencepiece.model")
     for side in ("xx", "yy"):
@@ -266,6 +269,7 @@ def test_another_vocabulary_does_not_fit(
     assert f"does not fit the vocabulary in {tmp_path}" in str(refusal.value)
     assert "size mismatch" in str(refusal.value)
     assert "\n" not in str(refusal.value)
+    fault("translate", "a vocabulary of another size", str(refusal.value))
 
 
 # Checkpoints that are none
@@ -311,7 +315,7 @@ NO_CHECKPOINTS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("kind", NO_CHECKPOINTS)
 def test_what_is_no_checkpoint_of_ours_ends_in_one_line(
-    kind: str, checkpoint: Path, prepared: Path, tmp_path: Path
+    kind: str, checkpoint: Path, prepared: Path, tmp_path: Path, fault: Fault
 ) -> None:
     make, expected = NO_CHECKPOINTS[kind]
     path = tmp_path / "checkpoint.pt"
@@ -323,6 +327,7 @@ def test_what_is_no_checkpoint_of_ours_ends_in_one_line(
     assert expected in message
     assert "\n" not in message
     assert len(message) < 600
+    fault("translate", f"a checkpoint that is {kind}", message)
 
 
 class Payload:
@@ -338,7 +343,7 @@ class Payload:
 
 
 def test_a_checkpoint_with_a_payload_is_refused_by_name_and_never_runs_it(
-    run: Run, checkpoint: Path, prepared: Path, tmp_path: Path
+    run: Run, checkpoint: Path, prepared: Path, tmp_path: Path, fault: Fault
 ) -> None:
     state = load(checkpoint)
     state["extra_state"]["payload"] = Payload(f"touch {tmp_path}/ran")
@@ -350,6 +355,7 @@ def test_a_checkpoint_with_a_payload_is_refused_by_name_and_never_runs_it(
     assert done.stderr.count("\n") == 1
     assert "posix.system" in done.stderr
     assert not (tmp_path / "ran").exists()
+    fault("strangers' checkpoints", "a shell command (reduce) at the command line", done.stderr)
     torch.load(
         path, weights_only=False
     )  # the payload is a real one: it runs where nothing stops it
@@ -360,7 +366,7 @@ def test_a_checkpoint_with_a_payload_is_refused_by_name_and_never_runs_it(
 
 
 def test_invalid_utf_8_names_file_and_line_after_what_came_before(
-    run: Run, checkpoint: Path, sentences: list[str], of_test_set: list[str]
+    run: Run, checkpoint: Path, sentences: list[str], of_test_set: list[str], fault: Fault
 ) -> None:
     text = f"{sentences[0]}\n{sentences[1]}\n".encode() + b"caf\xe9\n"
     done = run("qknorm", "translate", "-c", checkpoint, "--cpu", "--buffer-size", 2, input=text)
@@ -368,18 +374,20 @@ def test_invalid_utf_8_names_file_and_line_after_what_came_before(
     assert done.stdout.splitlines() == of_test_set[:2]
     assert done.stderr.count("\n") == 1
     assert "standard input, line 3: not valid UTF-8 (byte 4 is 0xe9)" in done.stderr
+    fault("translate", "invalid UTF-8 after two good lines, which are translated", done.stderr)
 
 
-def test_a_missing_input_file_is_named_at_once(run: Run, tmp_path: Path) -> None:
-    for file in (tmp_path / "missing", tmp_path):
+def test_a_missing_input_file_is_named_at_once(run: Run, tmp_path: Path, fault: Fault) -> None:
+    for what, file in (("a missing text", tmp_path / "missing"), ("a folder for a text", tmp_path)):
         done = run("qknorm", "translate", "-c", "any.pt", file)
         assert done.returncode == 1
         assert done.stderr.count("\n") == 1
         assert str(file) in done.stderr
+        fault("translate", what, done.stderr)
 
 
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(
-    checkpoint: Path, of_test_set: list[str], sentences: list[str]
+    checkpoint: Path, of_test_set: list[str], sentences: list[str], fault: Fault
 ) -> None:
     """It is still being written when the command ends, and what came before is translated."""
     command = [Path(sys.executable).with_name("qknorm"), "translate", "-c", checkpoint, "--cpu"]
@@ -402,6 +410,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(
             process.stdin.close()
     assert "standard input, line 2: longer than 1,048,576 bytes" in message
     assert message.count("\n") == 1
+    fault("translate", "a line of 1,000 MiB in a pipe", message)
 
 
 @pytest.mark.parametrize(

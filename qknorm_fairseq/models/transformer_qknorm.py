@@ -58,6 +58,7 @@ from qknorm_fairseq.modules.linear import project
 from qknorm_fairseq.modules.packing import Layout, Packed
 from qknorm_fairseq.modules.scale_norm import ScaleNorm
 from qknorm_fairseq.modules.word_dropout import drop_words
+from qknorm_fairseq.vocabulary import fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -469,6 +470,11 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
         Raises:
             ValueError: options don't go together, nothing tells where `g` starts, or L is under 2.
         """
+        _record(
+            cfg,
+            languages=f"{task.cfg.source_lang}-{task.cfg.target_lang}",
+            vocabulary=fingerprint(task.source_dictionary, task.target_dictionary),
+        )
         flat: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
         nested = TransformerConfig.from_namespace(Namespace(**flat))
         if nested.attention_norm == "l2":
