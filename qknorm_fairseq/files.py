@@ -40,16 +40,14 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def copy(source: Path, path: Path) -> None:
-    """Copy a file, whole or not at all."""
+    """Copy a file of any size; one that stood at `path` is replaced when all is there."""
+    work = path.with_name(f"{path.name}.tmp")  # as fairseq names half a checkpoint
     with _naming(path):
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(descriptor)
         try:
-            shutil.copyfile(source, name)
-            Path(name).chmod(0o666 & ~_umask())
-            settle(Path(name), path)
+            shutil.copyfile(source, work)
+            settle(work, path)
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            work.unlink(missing_ok=True)
             raise
 
 
@@ -58,17 +56,6 @@ def settle(work: Path, path: Path) -> None:
     _sync(work)
     work.replace(path)
     _sync(path.parent)
-
-
-def copy(source: Path, target: Path) -> None:
-    """Copy a file of any size; one that stood at `target` is replaced when all is there."""
-    work = target.with_name(f"{target.name}.tmp")  # as fairseq names half a checkpoint
-    try:
-        shutil.copyfile(source, work)
-        work.replace(target)
-    except BaseException:
-        work.unlink(missing_ok=True)
-        raise
 
 
 def write_lines(path: Path, lines: list[str]) -> None:
