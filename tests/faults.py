@@ -38,10 +38,15 @@ def fault(request: pytest.FixtureRequest) -> Fault:
         happened = PORT.sub(r"\1", FOLDERS.sub("", happened))
         if "╭" in happened:  # a usage error: what stands in the box is the message
             happened = " ".join(re.findall("│(.*)│", happened))
-        row = (area, *(" ".join(text.split()) for text in (done, happened)))
+        row = (area, *(plain(text) for text in (done, happened)))
         request.node.user_properties.append((PROPERTY, row))
 
     return record
+
+
+def plain(text: str) -> str:
+    """One line that any file and any pipe takes: a name of bytes that are no UTF-8 is escaped."""
+    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
 
 
 class FaultsTable:
@@ -59,7 +64,7 @@ class FaultsTable:
                     self.rows.append(Row(*row, test=test))
 
     def pytest_sessionfinish(self) -> None:
-        self.file.write_text(table(self.rows), encoding="utf-8", errors="backslashreplace")
+        self.file.write_text(table(self.rows), encoding="utf-8")
 
 
 def table(rows: list[Row]) -> str:
