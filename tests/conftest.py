@@ -16,7 +16,7 @@ from typing import Protocol
 
 import pytest
 from faults import FaultsTable, fault  # noqa: F401  (a fixture)
-from forks import Forks, forking
+from forks import MOST_INPUT, Forks, forking
 from publisher import Publisher, publishing
 
 # Several processes share few cores here: threads that wait by spinning would slow all of them.
@@ -55,8 +55,18 @@ class Run(Protocol):
 
 
 @pytest.fixture(scope="session")
-def run() -> Run:
-    """Run an installed command as a user does. Line ends are left as the command wrote them."""
+def commands() -> Iterator[Forks]:
+    """Installed commands in real processes that have imported torch and fairseq already."""
+    with forking("commands", clean_environment()) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def run(commands: Forks) -> Run:
+    """Run an installed command as a user does. Line ends are left as the command wrote them.
+
+    With an environment of its own it is a process of its own from the start.
+    """
 
     def run_command(
         command: str,
@@ -65,15 +75,20 @@ def run() -> Run:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [Path(sys.executable).parent / command, *map(str, arguments)],
-            input=input.encode() if isinstance(input, str) else input or b"",
-            capture_output=True,
-            cwd=cwd,
-            env=clean_environment() | dict(env or {}),
-            timeout=300,
-            check=False,
-        )
+        content = input.encode() if isinstance(input, str) else input or b""
+        words = [command, *map(str, arguments)]
+        if env or command == "python" or len(content) > MOST_INPUT:
+            done = subprocess.run(
+                [Path(sys.executable).parent / command, *words[1:]],
+                input=content,
+                capture_output=True,
+                cwd=cwd,
+                env=clean_environment() | dict(env or {}),
+                timeout=300,
+                check=False,
+            )
+        else:
+            done = commands.command(words, input=content, cwd=cwd)
         return subprocess.CompletedProcess(
             done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
         )
@@ -158,7 +173,7 @@ def train(run: Run, data: Path, save_dir: Path, *options: object, updates: int =
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """Real processes of fairseq-train that start within a moment."""
-    with forking(clean_environment()) as server:
+    with forking("trainings", clean_environment()) as server:
         yield server
 
 

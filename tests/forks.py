@@ -1,28 +1,40 @@
-"""Trainings by fairseq-train in real processes that start within a moment.
+"""Real processes that start within a moment: forked from one that has imported torch and fairseq.
 
-    python forks.py
+    python forks.py trainings
 
-imports torch and fairseq once, then forks a process for each request it reads: a line of JSON with
-`log` (a file to append to), `before` (Python to run first) and `arguments` (of fairseq-train). The
-process does all that fairseq-train does once it has read its command line; without arguments it
-runs `before` alone. The answer is the process's id, and its exit status when it has ended.
+reads requests, lines of JSON with `log` (a file to append to), `before` (Python to run first) and
+`arguments` (of fairseq-train). The process does all that fairseq-train does once it has read its
+command line; without arguments it runs `before` alone.
+
+    python forks.py commands
+
+runs installed commands as the script in bin/ would, for requests with `words` (command and
+arguments), `cwd`, and the files `input`, `output` and `error`; standard input is a pipe.
+
+The answers are the process's id, and its exit status when it has ended.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
+import logging
 import os
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+
+MOST_INPUT = 60_000  # what a pipe holds
 
 
 class Training:
@@ -53,11 +65,11 @@ class Training:
 
 
 class Forks:
-    """Forks trainings, one at a time."""
+    """Forks trainings or commands, one at a time."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, kind: str, environment: dict[str, str]) -> None:
         self.server = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # an answer that is read ahead could not be waited for
@@ -80,53 +92,117 @@ class Forks:
         return said
 
 
+    def command(
+        self, words: Sequence[str], *, input: bytes, cwd: Path | None
+    ) -> subprocess.CompletedProcess[bytes]:
+        """An installed command to its end. At most `MOST_INPUT` bytes of input."""
+        with tempfile.TemporaryDirectory() as folder:
+            files = {name: Path(folder, name) for name in ("input", "output", "error")}
+            files["input"].write_bytes(input)
+            named = {name: str(file) for name, file in files.items()}
+            request = {"words": words, "cwd": str(cwd or Path.cwd()), **named}
+            status = Training(self.server, request).wait()
+            output, error = files["output"].read_bytes(), files["error"].read_bytes()
+        return subprocess.CompletedProcess(words, status, output, error)
+
+
 @contextlib.contextmanager
-def forking(environment: dict[str, str]) -> Iterator[Forks]:
-    forks = Forks(environment)
+def forking(kind: str, environment: dict[str, str]) -> Iterator[Forks]:
+    forks = Forks(kind, environment)
     try:
         yield forks
     finally:
         forks.server.communicate()
 
 
-def serve() -> None:
+def serve(start: Callable[[dict[str, Any]], Callable[[], object]]) -> None:
+    """Fork a process for each request.
+
+    Args:
+        start: gives what a request's process is to do, and may keep things for later requests.
+    """
+    requests = os.fdopen(os.dup(0))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what the imports log is no answer
-    import fairseq_cli.train  # first: it sets the logging up
-    from fairseq.distributed.utils import call_main
-
-    for imported_when_training_begins in ("fairseq.data.data_utils_fast", "torch._dynamo"):
-        importlib.import_module(imported_when_training_begins)
-
-    configured: dict[tuple[str, ...], Any] = {}  # a training that is resumed is so many times
-    for line in sys.stdin:
-        request = json.loads(line)
-        arguments = tuple(request["arguments"])
-        if arguments and arguments not in configured:
-            configured[arguments] = configuration(arguments)
+    for line in requests:
+        work = start(json.loads(line))
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
                 os.setpgid(0, 0)
-                log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(log, 1)
-                os.dup2(log, 2)
-                exec(request["before"], {})
-                if arguments:
-                    call_main(configured[arguments], fairseq_cli.train.main)
+                work()
                 status = 0
             except SystemExit as end:
                 status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+                if isinstance(end.code, str):
+                    print(end.code, file=sys.stderr)
             except BaseException:
                 traceback.print_exc()
             finally:
+                atexit._run_exitfuncs()
                 sys.stdout.flush()
                 os._exit(status)
         with contextlib.suppress(OSError):  # the child was first
             os.setpgid(pid, pid)
         print(pid, file=answers)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers)
+
+
+def trainings() -> None:
+    import fairseq_cli.train  # first: it sets the logging up
+    from fairseq.distributed.utils import call_main
+
+    for imported_when_training_begins in ("fairseq.data.data_utils_fast", "torch._dynamo"):
+        importlib.import_module(imported_when_training_begins)
+    configured: dict[tuple[str, ...], Any] = {}  # a training that is resumed is so many times
+
+    def start(request: dict[str, Any]) -> Callable[[], object]:
+        arguments = tuple(request["arguments"])
+        if arguments and arguments not in configured:
+            configured[arguments] = configuration(arguments)
+
+        def work() -> None:
+            log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            exec(request["before"], {})
+            if arguments:
+                call_main(configured[arguments], fairseq_cli.train.main)
+
+        return work
+
+    serve(start)
+
+
+def commands() -> None:
+    for slow_to_import in ("torch", "fairseq", "sacrebleu", "scipy.stats", "matplotlib.figure"):
+        importlib.import_module(slow_to_import)
+    logging.root.handlers.clear()  # each command sets its logging up itself
+    logging.root.setLevel(logging.WARNING)
+
+    def start(request: dict[str, Any]) -> Callable[[], object]:
+        command, *arguments = request["words"]
+        [entry] = entry_points(group="console_scripts", name=command)
+
+        def work() -> None:
+            reading, writing = os.pipe()
+            os.write(writing, Path(request["input"]).read_bytes())
+            os.close(writing)
+            created = os.O_WRONLY | os.O_CREAT
+            for number, file in enumerate(
+                (reading, os.open(request["output"], created), os.open(request["error"], created))
+            ):
+                os.dup2(file, number)
+                os.close(file)
+            os.chdir(request["cwd"])
+            sys.argv = [str(Path(sys.executable).with_name(command)), *arguments]
+            del sys.path[0]  # this file's folder
+            sys.exit(entry.load()())
+
+        return work
+
+    serve(start)
 
 
 def configuration(arguments: tuple[str, ...]) -> Any:
@@ -139,4 +215,4 @@ def configuration(arguments: tuple[str, ...]) -> Any:
 
 
 if __name__ == "__main__":
-    serve()
+    {"trainings": trainings, "commands": commands}[sys.argv[1]]()
