@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from fairseq import checkpoint_utils, utils
 from fairseq.data import data_utils
+from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 
 import qknorm_fairseq
 from qknorm_fairseq.checkpoints import load
@@ -23,11 +24,13 @@ from qknorm_fairseq.vocabulary import fingerprint, of_folder
 
 logger = logging.getLogger(__name__)
 
+TASKS = ("translation", "translation_qknorm")
+FAMILIES = ("fairseq.models.transformer.", "qknorm_fairseq.models.")
 EXTRA_LENGTH = 50  # a hypothesis has at most so many subwords more than its source
 
 
 class Translator:
-    """A checkpoint of any fairseq translation model, with the subwords it was trained on.
+    """A checkpoint of fairseq's Transformer or of ours, with the subwords it was trained on.
 
     The subwords and dictionaries are looked for beside the checkpoint (a run's folder holds
     them), then where the training data was.
@@ -79,9 +82,14 @@ class Translator:
             "target_lang": self.description.target_lang,
         }
         try:
+            loaded = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
+            loaded["args"] = None  # of an old checkpoint; fairseq has made `cfg` of it
+            _check_kind(checkpoint, loaded["cfg"])
             models, cfg, self.task = checkpoint_utils.load_model_ensemble_and_task(
-                [str(checkpoint)], arg_overrides=overrides
+                [str(checkpoint)], state=loaded
             )
+        except QKNormError:
+            raise
         except Exception as error:  # fairseq raises whatever comes, Exception itself among them
             reason = str(error).strip().splitlines() or [""]
             raise QKNormError(
@@ -192,6 +200,23 @@ class Translator:
         dictionary = self.task.target_dictionary
         special = {dictionary.eos(), dictionary.pad(), dictionary.bos()}
         return self.subwords.decode([dictionary[t] for t in tokens.tolist() if t not in special])
+
+
+def _check_kind(checkpoint: Path, cfg: Any) -> None:
+    """Let no stranger's checkpoint choose which code of fairseq's builds it, but for a few.
+
+    Other tasks and models evaluate options, or read files that the checkpoint names.
+    """
+    # As fairseq's setup_task and build_model choose.
+    task = getattr(cfg.task, "task", None) or getattr(cfg.task, "_name", None)
+    model = getattr(cfg.model, "_name", None) or getattr(cfg.model, "arch", None)
+    kind = ARCH_MODEL_REGISTRY.get(model) or MODEL_REGISTRY.get(model)
+    if task not in TASKS or kind is None or not kind.__module__.startswith(FAMILIES):
+        raise QKNormError(
+            f"{checkpoint}: is of another model or task ({shorten(str(model), 60)}, "
+            f"{shorten(str(task), 60)}) than fairseq's transformer or this package's, for "
+            "translation; use fairseq-generate, if you trust who made it"
+        )
 
 
 def _options(state: dict[str, Any], group: str) -> dict[str, Any]:
