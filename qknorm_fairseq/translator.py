@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -19,6 +20,7 @@ from qknorm_fairseq.checkpoints import load
 from qknorm_fairseq.errors import QKNormError, printable
 from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description, locate
 from qknorm_fairseq.subwords import Subwords
+from qknorm_fairseq.text import portions
 from qknorm_fairseq.tokenization import detokenize, tokenize, unescape
 from qknorm_fairseq.vocabulary import fingerprint, of_folder
 
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 TASKS = ("translation", "translation_qknorm")
 FAMILIES = ("fairseq.models.transformer.", "qknorm_fairseq.models.")
+CHUNK, SEGMENTED = 4 << 20, 1 << 18  # characters read and segmented at a time
 EXTRA_LENGTH = 50  # a hypothesis has at most so many subwords more than its source
 
 
@@ -143,14 +146,12 @@ class Translator:
         return list(self.translate_in_chunks(lines, len(lines) or 1))
 
     def translate_in_chunks(self, lines: Iterable[str], size: int) -> Iterator[str]:
-        """The same for a stream: reads `size` lines, yields their translations, and goes on."""
-        chunk: list[str] = []
-        for line in lines:
-            chunk.append(line)
-            if len(chunk) == size:
-                yield from self._translate(chunk)
-                chunk = []
-        yield from self._translate(chunk)
+        """The same for a stream: reads `size` lines, yields their translations, and goes on.
+
+        Long lines are fewer at a time, so that the memory does not grow with them.
+        """
+        for chunk in portions(lines, size, CHUNK):
+            yield from self._translate(chunk)
 
     def _translate(self, lines: Sequence[str]) -> list[str]:
         """What the model reads and writes may be tokens where the caller has text."""
@@ -168,8 +169,10 @@ class Translator:
         if not filled:
             return translations
         tokens = []
-        segmented = self.subwords.encode([lines[number] for number in filled])
-        for number, pieces in zip(filled, segmented, strict=True):
+        texts = (lines[number] for number in filled)
+        # A long line's pieces take 20 times its memory, and most of them are cut off.
+        segmented = map(self.subwords.encode, portions(texts, len(filled), SEGMENTED))
+        for number, pieces in zip(filled, chain.from_iterable(segmented), strict=True):
             if len(pieces) >= self.longest:
                 logger.warning(
                     f"a line of {len(pieces)} subwords is cut to the {self.longest - 1} that the "

@@ -184,6 +184,33 @@ def test_nothing_in_nothing_out(checkpoint: Path) -> None:
     assert translator.translate(["", ""]) == ["", ""]
 
 
+def test_long_lines_are_read_and_segmented_a_few_at_a_time(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 MiB of text, of which never more than a few are in use; each line stays in its place."""
+    translator = Translator(checkpoint, cpu=True, beam=1)
+    encode, translate, most = translator.subwords.encode, translator._translate, [0, 0]
+
+    def encoding(lines: list[str]) -> list[list[str]]:
+        most[0] = max(most[0], sum(map(len, lines)))
+        return encode([line[:20] for line in lines])  # the search is not what is tested
+
+    def translating(lines: list[str]) -> list[str]:
+        most[1] = max(most[1], sum(map(len, lines)))
+        return translate(lines)
+
+    monkeypatch.setattr(translator.subwords, "encode", encoding)
+    monkeypatch.setattr(translator, "_translate", translating)
+    starts = ["Kalo mitu.", "Neka.", "", "Tulo kami."] * 16
+    expected = list(map(translator.translate, [[start] for start in starts[:4]]))
+    mib = 1 << 20
+    long = (start and f"{start}{' ' * mib}"[:mib] for start in starts)
+    found = list(translator.translate_in_chunks(long, 1024))
+    assert found == [line for (line,) in expected] * 16
+    assert most[0] <= mib + (1 << 18)
+    assert most[1] <= 5 * mib
+
+
 # The same as fairseq's own command
 
 
