@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def load(checkpoint: Path) -> dict[str, Any]:
         )
     if not checkpoint.is_file():
         raise QKNormError(f"{checkpoint}: no such checkpoint")
+    check_bytes(checkpoint)
     try:
         state = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ...
@@ -61,6 +63,21 @@ def load(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or "model" not in state:
         raise QKNormError(f"{checkpoint}: not a fairseq checkpoint (it has no model)")
     return state
+
+
+def check_bytes(checkpoint: Path) -> None:
+    """Compare the content with its checksums, which torch leaves out: wrong weights load as well.
+
+    Raises:
+        QKNormError: the file is damaged.
+    """
+    try:
+        with zipfile.ZipFile(checkpoint) as archive:
+            damaged = archive.testzip() is not None
+    except Exception:  # zipfile raises BadZipFile, zlib.error, EOFError, ...
+        damaged = True
+    if damaged:
+        raise QKNormError(f"{checkpoint}: damaged, or no torch checkpoint; take another copy")
 
 
 def _refused_name(error: Exception) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import glob
 import hashlib
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
 
 
 def write_text(path: Path, text: str) -> None:
@@ -82,13 +85,8 @@ def new_directory(path: Path) -> Iterator[Path]:
                 _sync(file)
             _sync(work)
             work.chmod(0o777 & ~_umask())
-            if path.exists():
-                old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
-                path.replace(old / path.name)
-                work.replace(path)
-                shutil.rmtree(old)
-            else:
-                work.replace(path)
+            if not path.is_dir() or path.is_symlink() or not _exchange(work, path):
+                _replace(work, path)
             _sync(path.parent)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -111,9 +109,38 @@ def sole_maker(path: Path) -> Iterator[None]:
         else:
             for left in path.parent.glob(f".{glob.escape(path.name)}.{'[a-z0-9_]' * 8}"):
                 shutil.rmtree(left, ignore_errors=True)
+            for left in path.parent.glob(f".{glob.escape(path.name)}.old.{'[a-z0-9_]' * 8}"):
+                if not path.exists() and (left / path.name).exists():  # killed in `_replace`
+                    (left / path.name).replace(path)
+                shutil.rmtree(left, ignore_errors=True)
         yield
     finally:
         os.close(folder)
+
+
+def _exchange(work: Path, path: Path) -> bool:
+    """Swap two folders' names in one step, where the system and the file system can."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(work), os.fsencode(path)
+    return renameat2 is not None and not renameat2(
+        AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE
+    )
+
+
+def _replace(work: Path, path: Path) -> None:
+    """Put `work` at `path` in two steps; what stood there comes back if the second one fails."""
+    if not path.exists():
+        work.replace(path)
+        return
+    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
+    path.replace(old / path.name)
+    try:
+        work.replace(path)
+    except BaseException:
+        (old / path.name).replace(path)
+        old.rmdir()
+        raise
+    shutil.rmtree(old)
 
 
 def sha256(path: Path) -> str:

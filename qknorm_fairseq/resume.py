@@ -2,6 +2,7 @@
 
 fairseq restores weights, optimizer, schedule and the place in the data. What it leaves out:
 
+- A checkpoint gets its name before its content is on the disk, and is read unchecked.
 - `checkpoint_last.pt` is often a copy made in place; killed meanwhile, half a file is left.
 - The batches are formed by the number of the epoch in which the process started.
 - An epoch's validation result reaches the schedule only after the epoch's checkpoint is written.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from fairseq.trainer import Trainer
 
 from qknorm_fairseq import checkpoints
 from qknorm_fairseq.around import around
-from qknorm_fairseq.files import copy
+from qknorm_fairseq.files import copy, settle
 
 logger = logging.getLogger(__name__)
 KEY = "qknorm_resume"  # in a checkpoint's extra_state
@@ -47,6 +49,7 @@ def install() -> None:
     around(Trainer, "load_checkpoint", _load)
     around(FairseqTask, "get_batch_iterator", _get_batch_iterator)
     around(file_io.PathManager, "copy", _copy)
+    around(file_io.PathManager, "rename", _rename)
 
 
 def _copy(inner: Any, source: str, target: str, overwrite: bool = False) -> Any:
@@ -54,6 +57,11 @@ def _copy(inner: Any, source: str, target: str, overwrite: bool = False) -> Any:
         return inner(source, target, overwrite=overwrite)
     copy(Path(source), Path(target))
     return target
+
+
+def _rename(inner: Any, source: str, target: str) -> None:
+    """A checkpoint gets its name when it is on the disk, or a power cut leaves neither."""
+    settle(Path(source), Path(target))
 
 
 def _save(inner: Any, trainer: Any, filename: str, extra_state: dict[str, Any]) -> Any:
@@ -81,6 +89,8 @@ def _load(
         around(command, "train", _train)
         _forget(command.should_stop_early, PATIENCE)
     _forget(checkpoint_utils.save_checkpoint, ("best",))
+    if zipfile.is_zipfile(filename):
+        checkpoints.check_bytes(Path(filename))
     try:
         extra_state = inner(
             trainer,

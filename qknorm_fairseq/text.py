@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,6 +61,20 @@ def decode_lines(stream: BinaryIO, name: Path | str) -> Iterator[str]:
             if not line:
                 continue
         yield decode_line(line.removesuffix(b"\n"), name, number)
+
+
+def portions(lines: Iterable[str], most: int, characters: int) -> Iterator[list[str]]:
+    """The lines in lists, each of which ends with `most` lines or with so many characters."""
+    portion: list[str] = []
+    length = 0
+    for line in lines:
+        portion.append(line)
+        length += len(line)
+        if len(portion) == most or length >= characters:
+            yield portion
+            portion, length = [], 0
+    if portion:
+        yield portion
 
 
 def decode_line(line: bytes, path: Path | str, number: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -12,22 +13,27 @@ from typing import Any
 import torch
 from fairseq import checkpoint_utils, utils
 from fairseq.data import data_utils
+from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 
 import qknorm_fairseq
 from qknorm_fairseq.checkpoints import load
 from qknorm_fairseq.errors import QKNormError, printable
 from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description, locate
 from qknorm_fairseq.subwords import Subwords
+from qknorm_fairseq.text import portions
 from qknorm_fairseq.tokenization import detokenize, tokenize, unescape
 from qknorm_fairseq.vocabulary import fingerprint, of_folder
 
 logger = logging.getLogger(__name__)
 
+TASKS = ("translation", "translation_qknorm")
+FAMILIES = ("fairseq.models.transformer.", "qknorm_fairseq.models.")
+CHUNK, SEGMENTED = 4 << 20, 1 << 18  # characters read and segmented at a time
 EXTRA_LENGTH = 50  # a hypothesis has at most so many subwords more than its source
 
 
 class Translator:
-    """A checkpoint of any fairseq translation model, with the subwords it was trained on.
+    """A checkpoint of fairseq's Transformer or of ours, with the subwords it was trained on.
 
     The subwords and dictionaries are looked for beside the checkpoint (a run's folder holds
     them), then where the training data was.
@@ -79,9 +85,14 @@ class Translator:
             "target_lang": self.description.target_lang,
         }
         try:
+            loaded = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
+            loaded["args"] = None  # of an old checkpoint; fairseq has made `cfg` of it
+            _check_kind(checkpoint, loaded["cfg"])
             models, cfg, self.task = checkpoint_utils.load_model_ensemble_and_task(
-                [str(checkpoint)], arg_overrides=overrides
+                [str(checkpoint)], state=loaded
             )
+        except QKNormError:
+            raise
         except Exception as error:  # fairseq raises whatever comes, Exception itself among them
             reason = str(error).strip().splitlines() or [""]
             raise QKNormError(
@@ -135,14 +146,12 @@ class Translator:
         return list(self.translate_in_chunks(lines, len(lines) or 1))
 
     def translate_in_chunks(self, lines: Iterable[str], size: int) -> Iterator[str]:
-        """The same for a stream: reads `size` lines, yields their translations, and goes on."""
-        chunk: list[str] = []
-        for line in lines:
-            chunk.append(line)
-            if len(chunk) == size:
-                yield from self._translate(chunk)
-                chunk = []
-        yield from self._translate(chunk)
+        """The same for a stream: reads `size` lines, yields their translations, and goes on.
+
+        Long lines are fewer at a time, so that the memory does not grow with them.
+        """
+        for chunk in portions(lines, size, CHUNK):
+            yield from self._translate(chunk)
 
     def _translate(self, lines: Sequence[str]) -> list[str]:
         """What the model reads and writes may be tokens where the caller has text."""
@@ -160,8 +169,10 @@ class Translator:
         if not filled:
             return translations
         tokens = []
-        segmented = self.subwords.encode([lines[number] for number in filled])
-        for number, pieces in zip(filled, segmented, strict=True):
+        texts = (lines[number] for number in filled)
+        # A long line's pieces take 20 times its memory, and most of them are cut off.
+        segmented = map(self.subwords.encode, portions(texts, len(filled), SEGMENTED))
+        for number, pieces in zip(filled, chain.from_iterable(segmented), strict=True):
             if len(pieces) >= self.longest:
                 logger.warning(
                     f"a line of {len(pieces)} subwords is cut to the {self.longest - 1} that the "
@@ -192,6 +203,23 @@ class Translator:
         dictionary = self.task.target_dictionary
         special = {dictionary.eos(), dictionary.pad(), dictionary.bos()}
         return self.subwords.decode([dictionary[t] for t in tokens.tolist() if t not in special])
+
+
+def _check_kind(checkpoint: Path, cfg: Any) -> None:
+    """Let no stranger's checkpoint choose which code of fairseq's builds it, but for a few.
+
+    Other tasks and models evaluate options, or read files that the checkpoint names.
+    """
+    # As fairseq's setup_task and build_model choose.
+    task = getattr(cfg.task, "task", None) or getattr(cfg.task, "_name", None)
+    model = getattr(cfg.model, "_name", None) or getattr(cfg.model, "arch", None)
+    kind = ARCH_MODEL_REGISTRY.get(model) or MODEL_REGISTRY.get(model)
+    if task not in TASKS or kind is None or not kind.__module__.startswith(FAMILIES):
+        raise QKNormError(
+            f"{checkpoint}: is of another model or task ({shorten(str(model), 60)}, "
+            f"{shorten(str(task), 60)}) than fairseq's transformer or this package's, for "
+            "translation; use fairseq-generate, if you trust who made it"
+        )
 
 
 def _options(state: dict[str, Any], group: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ being written, and during a validation. `--kills 200` kills more often.
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import time
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from fairseq import checkpoint_utils
 from faults import Fault
 from forks import Forks
 
@@ -78,6 +80,27 @@ LOGGED = re.compile(r"\| (train_inner|valid|train) \| (\{.*\})$", re.M)
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = tiny.larger_text(train=150, valid=12)
     return tiny.write_data(tmp_path_factory.mktemp("data"), text)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qknorm_fairseq.register()
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        done.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        fsync(descriptor)
+
+    def replaced(path: Path, target: Path) -> Path:
+        done.append(f"rename {path.name}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    checkpoint_utils.torch_persistent_save({"model": {}}, str(tmp_path / "a.pt"))
+    assert done == ["sync a.pt.tmp", "rename a.pt.tmp", f"sync {tmp_path.name}"]
 
 
 def command(data: Path, save_dir: Path, *recipe: object) -> list[object]:

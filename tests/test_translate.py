@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,33 @@ def test_nothing_in_nothing_out(checkpoint: Path) -> None:
     assert translator.translate(["", ""]) == ["", ""]
 
 
+def test_long_lines_are_read_and_segmented_a_few_at_a_time(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 MiB of text, of which never more than a few are in use; each line stays in its place."""
+    translator = Translator(checkpoint, cpu=True, beam=1)
+    encode, translate, most = translator.subwords.encode, translator._translate, [0, 0]
+
+    def encoding(lines: list[str]) -> list[list[str]]:
+        most[0] = max(most[0], sum(map(len, lines)))
+        return encode([line[:20] for line in lines])  # the search is not what is tested
+
+    def translating(lines: list[str]) -> list[str]:
+        most[1] = max(most[1], sum(map(len, lines)))
+        return translate(lines)
+
+    monkeypatch.setattr(translator.subwords, "encode", encoding)
+    monkeypatch.setattr(translator, "_translate", translating)
+    starts = ["Kalo mitu.", "Neka.", "", "Tulo kami."] * 16
+    expected = list(map(translator.translate, [[start] for start in starts[:4]]))
+    mib = 1 << 20
+    long = (start and f"{start}{' ' * mib}"[:mib] for start in starts)
+    found = list(translator.translate_in_chunks(long, 1024))
+    assert found == [line for (line,) in expected] * 16
+    assert most[0] <= mib + (1 << 18)
+    assert most[1] <= 5 * mib
+
+
 # The same as fairseq's own command
 
 
@@ -298,6 +327,15 @@ def with_another_architecture(checkpoint: Path, path: Path) -> None:
     torch.save(state, path)
 
 
+def with_flipped_weights(checkpoint: Path, path: Path) -> None:
+    content = bytearray(checkpoint.read_bytes())
+    with zipfile.ZipFile(checkpoint) as archive:
+        largest = max(archive.infolist(), key=lambda member: member.file_size)
+        name, extra = struct.unpack_from("<HH", content, largest.header_offset + 26)
+        content[largest.header_offset + 30 + name + extra + 400] ^= 0x41
+    path.write_bytes(content)
+
+
 NO_CHECKPOINTS: dict[str, tuple[Any, str]] = {
     "missing": (lambda _, path: None, "no such checkpoint"),
     "a folder": (lambda _, path: path.mkdir(), "a folder; name the checkpoint in it, like"),
@@ -305,6 +343,7 @@ NO_CHECKPOINTS: dict[str, tuple[Any, str]] = {
     "text": (lambda _, path: path.write_text("hello\n"), "damaged"),
     "cut in half": (cut_in_half, "damaged"),
     "overwritten": (overwritten_in_the_middle, "damaged"),
+    "with one byte of the weights changed": (with_flipped_weights, "damaged"),
     "a list": (lambda _, path: torch.save([1], path), "not a fairseq checkpoint"),
     "weights only": (lambda _, path: torch.save({"w": torch.ones(2)}, path), "not a fairseq"),
     "an empty model": (lambda _, path: torch.save({"model": {}}, path), "of another model"),
@@ -360,6 +399,33 @@ def test_a_checkpoint_with_a_payload_is_refused_by_name_and_never_runs_it(
         path, weights_only=False
     )  # the payload is a real one: it runs where nothing stops it
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["transformer", "fconv", "user_dir"])
+def test_options_of_a_checkpoint_are_not_run(
+    kind: str, run: Run, checkpoint: Path, prepared: Path, tmp_path: Path, fault: Fault
+) -> None:
+    """fairseq evaluates some options, and imports a --user-dir."""
+    state = load(checkpoint)
+    code = f"__import__('os').system('touch {tmp_path}/ran')"
+    if kind == "user_dir":
+        (tmp_path / "plugin").mkdir()
+        (tmp_path / "plugin" / "__init__.py").write_text(code)
+        state["cfg"]["common"]["user_dir"] = str(tmp_path / "plugin")
+    else:
+        option = {"transformer": "adaptive_softmax_cutoff", "fconv": "encoder_layers"}[kind]
+        state["cfg"]["model"] = Namespace(_name=kind, arch=kind, **{option: code})
+    path = tmp_path / "checkpoint.pt"
+    torch.save(state, path)
+    done = run("qknorm", "translate", "-c", path, "--data", prepared, "--cpu", input="Kalo.\n")
+    assert not (tmp_path / "ran").exists()
+    if kind == "user_dir":
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+    happened = done.stderr or "it is not imported"
+    fault("strangers' checkpoints", f"code in an option of the {kind}", happened)
 
 
 # Bad input

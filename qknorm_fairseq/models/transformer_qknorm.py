@@ -42,7 +42,7 @@ from fairseq.modules.transformer_layer import (
 from omegaconf import II, DictConfig, OmegaConf, open_dict
 from torch import Tensor, nn
 
-from qknorm_fairseq import accidents, checkpoints, resume
+from qknorm_fairseq import accidents, checkpoints, literals, resume
 from qknorm_fairseq.memory import keep_freed_memory
 from qknorm_fairseq.modules.attention import (
     G_PER,
@@ -711,5 +711,6 @@ for _name, _defaults in ARCHITECTURES.items():
     _register(_name, _defaults)
 _show_options_with_help(sys.argv[1:])
 checkpoints.allow_fairseq_classes()
+literals.install()
 resume.install()
 accidents.install()
