@@ -32,6 +32,7 @@ class Table:
 def of_group(group: Group) -> list[Table]:
     """Scores, significance over the test set, cost; those that have a row."""
     paper = any(row.paper is not None for row in group.rows)
+    bases = {row.difference.base for row in group.rows if row.difference is not None}
     scores = Table(
         "Scores: mean ± standard deviation over the seeds; p by bootstrap and by Welch's t-test",
         (
@@ -43,7 +44,7 @@ def of_group(group: Group) -> list[Table]:
             [
                 *(row.model, ", ".join(map(str, row.seeds))),
                 *map(spread, (row.bleu_tok, row.bleu, row.chrf)),
-                *_difference(row.difference),
+                *_difference(row.difference, is_base=row.model in bases),
                 *([f"{row.paper:.2f}" if row.paper is not None else NONE] if paper else []),
             ]
             for row in group.rows
@@ -144,10 +145,10 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
-def _difference(d: Difference | None) -> tuple[str, str, str]:
+def _difference(d: Difference | None, *, is_base: bool) -> tuple[str, str, str]:
     """The difference, in how many seeds it is significant over the test set, and p over seeds."""
     if d is None:
-        return ("baseline", NONE, NONE)
+        return ("baseline" if is_base else "nothing to compare with", NONE, NONE)
     clear = [test for test in d.tests if test.p_bootstrap < LEVEL]
     worse = sum(test.difference < 0 for test in clear)
     parts = [(len(clear) - worse, "better"), (worse, "worse")]

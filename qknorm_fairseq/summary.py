@@ -23,6 +23,7 @@ PAPER = {
     ("iwslt15", "en-vi", "transformer_qknorm"): 33.24,
     ("iwslt15", "en-vi", "transformer_scalenorm"): 32.79,
 }
+FAIRSEQ, SCALENORM = "transformer", "transformer_scalenorm"
 PAPER_CORPORA = ("iwslt15", "ted")  # of the five pairs, en-vi is from the first
 PAPER_AVERAGE = 0.928  # tokenized BLEU, over these five pairs
 
@@ -133,7 +134,8 @@ def summarize(
     Args:
         runs: the folder they are in.
         base: the model to compare with; None chooses for each model: transformer_scalenorm of
-            the same size, otherwise the first model.
+            the same size (fairseq's transformer: the only transformer_scalenorm there is),
+            otherwise the first model.
         say: hears of each comparison that takes a while.
 
     Raises:
@@ -162,10 +164,13 @@ def summarize(
 
 def baseline_of(model: str, models: Sequence[str], wanted: str | None) -> str | None:
     """What a model is compared with; None for the baseline itself, and where there is none."""
-    size = model.partition("+")[0]
-    for name in ("transformer_qknorm", "transformer_scalenorm"):
-        size = size.removeprefix(name)
-    scalenorm = f"transformer_scalenorm{size}"
+    size = model.partition("+")[0].removeprefix("transformer")
+    for kind in ("_qknorm", "_scalenorm"):
+        size = size.removeprefix(kind)
+    scalenorm = f"{SCALENORM}{size}"
+    there = [name for name in models if name.startswith(SCALENORM) and "+" not in name]
+    if scalenorm not in models and model.partition("+")[0] == FAIRSEQ and len(there) == 1:
+        scalenorm = there[0]  # the name of fairseq's own says nothing of its size
     base = wanted or (scalenorm if scalenorm in models else models[0])
     return base if base in models and base != model else None
 

@@ -16,6 +16,7 @@ from browser import DESKTOP, PHONE, browser_page
 from conftest import Run
 from faults import Fault
 
+from qknorm_fairseq import report_tables as tables
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.report import make as make_report
 from qknorm_fairseq.report import markdown, page
@@ -262,9 +263,35 @@ def test_the_baseline_is_of_the_same_size_or_the_one_asked_for(tmp_path: Path) -
         "demo transformer": None,
         f"demo {QKNORM}": "transformer",
     }
+    run_folder(tmp_path, "transformer", corpus="three", config={"model.dropout": 0.1})
+    for model in (BASE, QKNORM):
+        run_folder(tmp_path, model, corpus="three")
+    of_three = {key: base for key, base in bases(None).items() if key.startswith("three")}
+    assert of_three == {
+        f"three {BASE}": None,
+        "three transformer": BASE,
+        f"three {QKNORM}": BASE,
+    }
     assert set(bases(QKNORM).values()) == {None, QKNORM}
     with pytest.raises(QKNormError, match="--base nothing: no run of that model; there is"):
         summary_of(tmp_path, "nothing")
+
+
+def test_fairseqs_own_is_compared_and_its_settings_flagged(tmp_path: Path) -> None:
+    run_folder(tmp_path, "transformer", config={"model.dropout": 0.1})
+    for model in (BASE, QKNORM):
+        run_folder(tmp_path, model)
+    (group,) = summary_of(tmp_path).groups
+    assert "model.dropout: 0.1, not 0.3" in rows_of(group)["transformer"].flags
+    column = tables.of_group(group)[0].columns.index("difference")
+    said = {row[0]: row[column] for row in tables.of_group(group)[0].rows}
+    assert said == {BASE: "baseline", "transformer": "+0.00", QKNORM: "+0.00"}
+
+
+def test_a_model_alone_is_no_baseline(tmp_path: Path) -> None:
+    run_folder(tmp_path, QKNORM)
+    (group,) = summary_of(tmp_path).groups
+    assert "nothing to compare with" in tables.of_group(group)[0].rows[0]
 
 
 @pytest.fixture(scope="module")
