@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -65,8 +66,10 @@ def commands() -> Iterator[Forks]:
 def run(commands: Forks) -> Run:
     """Run an installed command as a user does. Line ends are left as the command wrote them.
 
-    With an environment of its own it is a process of its own from the start.
+    With an environment of its own, or while another command runs, it is a process of its own from
+    the start.
     """
+    forking_one = threading.Lock()
 
     def run_command(
         command: str,
@@ -77,7 +80,8 @@ def run(commands: Forks) -> Run:
     ) -> subprocess.CompletedProcess[str]:
         content = input.encode() if isinstance(input, str) else input or b""
         words = [command, *map(str, arguments)]
-        if env or command == "python" or len(content) > MOST_INPUT:
+        alone = env or command == "python" or len(content) > MOST_INPUT
+        if alone or not forking_one.acquire(blocking=False):
             done = subprocess.run(
                 [Path(sys.executable).parent / command, *words[1:]],
                 input=content,
@@ -88,7 +92,10 @@ def run(commands: Forks) -> Run:
                 check=False,
             )
         else:
-            done = commands.command(words, input=content, cwd=cwd)
+            try:
+                done = commands.command(words, input=content, cwd=cwd)
+            finally:
+                forking_one.release()
         return subprocess.CompletedProcess(
             done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
         )
