@@ -153,6 +153,7 @@ else
         # The first one that has everything; one without headers or venv only if none is better.
         for wanted in 3.11 3.12 3.10; do
             while IFS= read -r candidate; do
+                [[ $candidate != "$venv"/* ]] || continue # it is about to be removed
                 if ! ask "$candidate" || [[ $minor != "$wanted" ]]; then continue; fi
                 if [[ -f $include/Python.h && $can_venv == True ]]; then
                     python="$candidate"
