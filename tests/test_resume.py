@@ -256,7 +256,7 @@ def test_a_damaged_checkpoint_is_named_and_left(
     last.write_bytes(half)
     assert forks.start(tmp_path / "again", *arguments).wait() == 1
     line = (tmp_path / "again").read_text("utf-8").splitlines()[-1]
-    assert line.endswith(f"{last}: damaged, or no torch checkpoint")
+    assert line.endswith(f"{last}: damaged, or no torch checkpoint; take another copy")
     assert last.read_bytes() == half
     fault("training", "fairseq-train goes on from a truncated checkpoint", line)
 

@@ -232,7 +232,7 @@ def test_installs_torch_then_fairseq_then_the_project(checkout: Checkout) -> Non
     assert torch.endswith(" torch")
     assert "fairseq" in fairseq.split()[-1]
     assert "CUDA_HOME=unset jobs=3" in fairseq  # its package lacks the CUDA sources
-    assert project.endswith("--no-build-isolation -e .[cluster,dev]")
+    assert project.endswith("--no-build-isolation -e .[cluster,tensorboard,dev]")
 
 
 def test_a_second_call_does_nothing(checkout: Checkout) -> None:
