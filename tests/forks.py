@@ -91,7 +91,6 @@ class Forks:
         assert status == 0, said
         return said
 
-
     def command(
         self, words: Sequence[str], *, input: bytes, cwd: Path | None
     ) -> subprocess.CompletedProcess[bytes]:
