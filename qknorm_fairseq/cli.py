@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from qknorm_fairseq import __version__
-from qknorm_fairseq.errors import QKNormError, printable, reason
+from qknorm_fairseq.errors import QKNormError, complaint, printable, reason
 
 app = typer.Typer(
     name="qknorm",
@@ -48,6 +48,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 def say(line: str) -> None:
     """A line about the work itself; results go to standard output."""
     print(line, file=sys.stderr, flush=True)
+
+
+def note(line: str) -> None:
+    """A line about something that the user did not ask for and should know."""
+    say(f"qknorm: {printable(line)}")
 
 
 def print_version(wanted: bool) -> None:
@@ -246,6 +251,8 @@ def translate(
     if lenpen is not None and not math.isfinite(lenpen):
         raise typer.BadParameter(f"--lenpen {lenpen}: a finite number, 1 or so")
     name: Path | str = file or "standard input"
+    if file is None and sys.stdin is None:
+        raise QKNormError("standard input is closed: name a file, or give the text in a pipe")
     try:
         stream = file.open("rb") if file else sys.stdin.buffer
     except OSError as error:
@@ -286,7 +293,7 @@ def score(
 
     from qknorm_fairseq.scores import score_files
 
-    scores = score_files(hyp, ref, lang=lang, tokenized=tokenized)
+    scores = score_files(hyp, ref, lang=lang, tokenized=tokenized, say=note)
     if as_json:
         print(json.dumps(asdict(scores)))
         return
@@ -296,7 +303,8 @@ def score(
         ("chrf", "chrF"),
         ("ter", "TER"),
     ):
-        print(f"{title:<17}{getattr(scores, name):6.2f}   {scores.signatures[name]}")
+        if (value := getattr(scores, name)) is not None:
+            print(f"{title:<17}{value:6.2f}   {scores.signatures[name]}")
 
 
 @app.command()
@@ -557,6 +565,8 @@ def run_app(command: Callable[[], object]) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Before fairseq is imported, so that its notes about itself stay out of the user's terminal.
     logging.basicConfig(level=logging.WARNING, format="qknorm: %(message)s")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no UTF-8
     try:
         try:
             command()
@@ -574,7 +584,7 @@ def run_app(command: Callable[[], object]) -> None:
         raise
     except OSError as error:
         _drop_output()
-        _fail(f"{error.filename or 'input or output'}: {reason(error)}")
+        _fail(complaint(error))
 
 
 def _drop_output() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from qknorm_fairseq.prepared_data import DESCRIPTION
-from qknorm_fairseq.results import Result, read_json
+from qknorm_fairseq.reading import read_object
+from qknorm_fairseq.results import Result
 from qknorm_fairseq.runs import config_folder
 
 # What may differ between two runs that are compared: which repetition it is, where it is kept,
@@ -68,7 +69,7 @@ def differences(run: Result, base: Result) -> list[str]:
 
 
 def _made_from(run: Result) -> Mapping[str, Any]:
-    return read_json(run.folder / DESCRIPTION)
+    return read_object(run.folder / DESCRIPTION)
 
 
 def _settings(run: Result) -> dict[str, Any]:

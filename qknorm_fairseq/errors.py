@@ -24,6 +24,13 @@ def reason(error: OSError) -> str:
     return MISTAKEN.get(type(error)) or error.strerror or str(error)
 
 
+def complaint(error: QKNormError | OSError) -> str:
+    """What to say of a failure: the message, or the file that the system complains of."""
+    if isinstance(error, OSError):
+        return f"{error.filename or 'input or output'}: {reason(error)}"
+    return str(error)
+
+
 def printable(text: str) -> str:
     """The text in one line that can do nothing to a terminal, whatever a file is called.
 

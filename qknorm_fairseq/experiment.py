@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from omegaconf import OmegaConf
 from rich import box
 from rich.console import Console
@@ -24,10 +25,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from qknorm_fairseq.environment import environment
-from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.errors import QKNormError, complaint
 from qknorm_fairseq.files import copy, write_json, write_lines, write_text
 from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description
 from qknorm_fairseq.progress import Steps
+from qknorm_fairseq.reading import Unreadable, read_yaml
 from qknorm_fairseq.runs import BEST, CONFIG, LAST, SCORE, Run, config_folder, plan
 from qknorm_fairseq.training import DONE, RECORDS, console, progress_of, train
 
@@ -69,8 +71,8 @@ def _run_in_turn(runs: Sequence[Run], steps: Steps) -> list[Run]:
         try:
             execute(run, steps)
             finished.append(run)
-        except QKNormError as error:
-            steps.failed(f"{run.title}: {error}")
+        except (QKNormError, OSError) as error:
+            steps.failed(f"{run.title}: {complaint(error)}")
     return finished
 
 
@@ -79,17 +81,18 @@ def execute(run: Run, steps: Steps) -> None:
 
     Raises:
         QKNormError: the data is not prepared, the folder belongs to another configuration,
-            another process is at work in it, or training failed (the message names the log).
+            another process is at work in it, its score is damaged, or training failed (the
+            message names the log).
     """
     check_data(run)
     with _sole_user(run.folder):
         _claim(run)
-        if (run.folder / SCORE).is_file():
+        if is_done(run):
             steps.done(f"{run.title}: done before")
             return
         train(run)
         steps.done(f"{run.title}: trained, {progress_of(run.folder / LAST)['updates']:,} updates")
-        _translate_and_score(run)
+        _translate_and_score(run, steps)
         result = run.score()
         steps.done(
             f"{run.title}: translated and scored, BLEU {result['bleu']:.1f} "
@@ -120,27 +123,43 @@ def _sole_user(folder: Path) -> Iterator[None]:
 
 
 def is_begun(run: Run) -> bool:
-    """Whether the folder holds a checkpoint, and so is to go on.
+    """Whether the folder holds a checkpoint or a score, and so is to go on.
 
-    A folder without a checkpoint holds nothing worth keeping: an attempt that failed at once.
+    A score is kept without its checkpoints, which may have been removed for their size. A folder
+    with neither holds nothing worth keeping: an attempt that failed at once.
 
     Raises:
-        QKNormError: the checkpoint is of another configuration or of other data.
+        QKNormError: what it holds is of another configuration or of other data, or nobody can
+            know.
     """
     file, known = run.folder / CONFIG, run.folder / DESCRIPTION
-    if not (file.is_file() and (run.folder / LAST).is_file()):
+    scored = (run.folder / SCORE).is_file()
+    if scored and not file.is_file():
+        raise QKNormError(f"{file}: missing, so that {SCORE} may be of any run; move it away")
+    if not (scored or (file.is_file() and (run.folder / LAST).is_file())):
         return False
-    if file.read_text("utf-8") != OmegaConf.to_yaml(run.config):
+    if file.read_bytes() != OmegaConf.to_yaml(run.config).encode():
         raise QKNormError(
             f"{run.folder}: holds a run with another configuration "
-            f"({_difference(OmegaConf.load(file), run.config)}); "
+            f"({_difference(file, run.config)}); "
             "move it away, or choose another checkpoint.save_dir"
         )
-    description = (run.data / DESCRIPTION).read_text("utf-8")
-    if known.is_file() and known.read_text("utf-8") != description:
+    description = (run.data / DESCRIPTION).read_bytes()
+    if known.is_file() and known.read_bytes() != description:
         raise QKNormError(
             f"{run.folder}: was trained on other data than {run.data} holds now; move it away"
         )
+    return True
+
+
+def is_done(run: Run) -> bool:
+    """
+    Raises:
+        QKNormError: the score is damaged.
+    """
+    if not (run.folder / SCORE).is_file():
+        return False
+    run.score()
     return True
 
 
@@ -157,9 +176,14 @@ def _claim(run: Run) -> None:
     write_text(run.folder / CONFIG, OmegaConf.to_yaml(run.config))
 
 
-def _difference(there: Any, here: Any) -> str:
-    """The first setting in which two configurations differ."""
-    old, new = (dict(_leaves(OmegaConf.to_container(config))) for config in (there, here))
+def _difference(file: Path, config: Any) -> str:
+    """The first setting in which the configuration in a file differs from this one."""
+    try:
+        there = read_yaml(file)
+    except Unreadable as error:
+        return f"its {file.name} is {error}"
+    here = yaml.safe_load(OmegaConf.to_yaml(config))  # read alike: YAML has its ways with 1e-5
+    old, new = (dict(_leaves(content)) for content in (there, here))
     for key in (*new, *old):
         if old.get(key) != new.get(key):
             return f"{key} is {old.get(key)} there, {new.get(key)} here"
@@ -174,7 +198,7 @@ def _leaves(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(value, f"{path}.{key}" if path else str(key))
 
 
-def _translate_and_score(run: Run) -> None:
+def _translate_and_score(run: Run, steps: Steps) -> None:
     from qknorm_fairseq.scores import score
     from qknorm_fairseq.text import read_lines
     from qknorm_fairseq.tokenization import detokenize, tokenize
@@ -202,7 +226,13 @@ def _translate_and_score(run: Run) -> None:
     texts = detokenize(hypotheses, target) if own_tokens else hypotheses
     write_lines(run.folder / "hyp.tok.txt", tokens)
     write_lines(run.folder / "hyp.detok.txt", texts)
-    result = score(hypotheses, references, lang=target, tokenized=own_tokens)
+    result = score(
+        *(hypotheses, references),
+        lang=target,
+        tokenized=own_tokens,
+        names=("translations", str(run.data / f"test.{target}")),
+        say=lambda line: steps.done(f"{run.title}: {line}"),
+    )
     trained = progress_of(run.folder / LAST)
     write_json(
         run.folder / SCORE,

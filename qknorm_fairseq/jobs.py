@@ -11,32 +11,33 @@ SLURM's queue already: that one is waited for.
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import shutil
 import signal
 import subprocess
 import time
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import submitit
 import torch
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from qknorm_fairseq.errors import QKNormError
-from qknorm_fairseq.experiment import check_data, execute, is_begun
+from qknorm_fairseq.errors import QKNormError, complaint
+from qknorm_fairseq.experiment import check_data, execute, is_begun, is_done
 from qknorm_fairseq.files import write_json
 from qknorm_fairseq.progress import Steps
+from qknorm_fairseq.reading import read_object
 from qknorm_fairseq.runs import SCORE, Run
 from qknorm_fairseq.training import console
 
-JOB = "job.json"  # in a run's folder: the SLURM job that was submitted last for it
+JOB = "job.json"  # in a run's folder: what was submitted last for it, and how to find it in SLURM
 RESULT_SECONDS = 10  # a network file system may show a result so much later than it was written
 
 
@@ -88,8 +89,7 @@ class Submitted:
 
     @property
     def has_result(self) -> bool:
-        with suppress(OSError):  # a change to its folder makes a network file system look again
-            self.job.paths.folder.chmod(self.job.paths.folder.stat().st_mode)
+        _look_again(self.job.paths.folder)
         return bool(self.job.paths.result_pickle.exists())
 
 
@@ -141,6 +141,13 @@ class Machine:
         return "stopped, with the jobs that ran; the same command goes on"
 
 
+class Queued(NamedTuple):
+    """A job that SLURM has not ended."""
+
+    state: str
+    name: str
+
+
 class Slurm:
     """A cluster with SLURM, called from a machine that has sbatch."""
 
@@ -155,36 +162,47 @@ class Slurm:
             )
         self.executor = _executor(self.cluster, runs)
         self.begin = self.asked = time.monotonic()
-        self.states: dict[str, str] = _queue()
+        self.queue: dict[str, Queued] = _queue()
 
     def in_queue(self, runs: Sequence[Run]) -> list[Submitted]:
         """The runs that an earlier call has submitted and that SLURM still has."""
         found = []
         for run in runs:
             try:
-                known = json.loads((run.folder / JOB).read_text("utf-8"))
-                number, folder = str(known["job"]), str(known["folder"])
-            except (OSError, ValueError, TypeError, KeyError):
+                known = read_object(run.folder / JOB)
+            except QKNormError:  # damaged
                 continue
-            if number in self.states:
-                found.append(Submitted(run, submitit.SlurmJob(folder=folder, job_id=number)))
+            for number, queued in self.queue.items():
+                # The jobs of one array: 100_0, 100_1; one alone: 100.
+                if queued.name == known.get("name") and number.partition("_")[2] in (
+                    *("", str(known.get("task"))),
+                ):
+                    folder = str(known.get("folder"))
+                    found.append(Submitted(run, submitit.SlurmJob(folder=folder, job_id=number)))
+                    break
         return found
 
     def submit(self, runs: Sequence[Run]) -> list[Submitted]:
         """Put all of these into the queue, as one array of jobs.
 
+        Their name is of this call only, and is written down before SLURM has the jobs: whenever
+        this process is killed, the next call finds them by it.
+
         Raises:
             QKNormError: SLURM does not take them; the message says what sbatch said.
         """
+        name = f"{(runs[0].launcher or {})['name']}-{uuid.uuid4().hex[:12]}"
+        self.executor.update_parameters(name=name)
+        for task, run in enumerate(runs):
+            run.folder.mkdir(parents=True, exist_ok=True)
+            known = {"name": name, "task": task, "folder": str(self.executor.folder)}
+            write_json(run.folder / JOB, known)
         try:
             jobs = self.executor.submit_array([Task(run) for run in runs])
         except (FailedJobError, FailedSubmissionError) as error:
             said = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise QKNormError(f"SLURM did not take the jobs: {said[-1] if said else '?'}") from None
-        for run, job in zip(runs, jobs, strict=True):
-            run.folder.mkdir(parents=True, exist_ok=True)
-            write_json(run.folder / JOB, {"job": job.job_id, "folder": str(self.executor.folder)})
-        self.states |= {job.job_id: "PENDING" for job in jobs}
+        self.queue |= {job.job_id: Queued("PENDING", name) for job in jobs}
         self.begin = self.asked = time.monotonic()
         return [Submitted(run, job) for run, job in zip(runs, jobs, strict=True)]
 
@@ -192,14 +210,17 @@ class Slurm:
         now = time.monotonic()
         # squeue is work for the whole cluster's controller: less and less often.
         if now - self.asked > min(60, max(2, (now - self.begin) / 10)):
-            self.states, self.asked = _queue(self.states), time.monotonic()
-        return [one for one in jobs if one.has_result or one.job.job_id not in self.states]
+            self.queue, self.asked = _queue(self.queue), time.monotonic()
+        return [one for one in jobs if one.has_result or one.job.job_id not in self.queue]
 
     def state(self, jobs: Sequence[Submitted]) -> str:
-        counted = Counter(self.states.get(one.job.job_id, "ended").lower() for one in jobs)
+        ended = Queued("ended", "")
+        counted = Counter(self.queue.get(one.job.job_id, ended).state.lower() for one in jobs)
         return ", ".join(f"{number} {state}" for state, number in sorted(counted.items()))
 
     def leave(self, jobs: Sequence[Submitted]) -> str:
+        if not jobs:  # interrupted while they were submitted
+            return "no longer waiting; the same command finds what SLURM has taken, and goes on"
         numbers = " ".join(dict.fromkeys(one.job.job_id.split("_")[0] for one in jobs))
         return (
             "no longer waiting; the jobs go on without this command, and the same command waits "
@@ -227,10 +248,11 @@ def run_as_jobs(runs: Sequence[Run], steps: Steps) -> list[Run]:
         try:
             check_data(run)
             is_begun(run)
-        except QKNormError as error:
-            steps.failed(f"{run.title}: {error}")
+            done = is_done(run)
+        except (QKNormError, OSError) as error:
+            steps.failed(f"{run.title}: {complaint(error)}")
             continue
-        if (run.folder / SCORE).is_file():
+        if done:
             steps.done(f"{run.title}: done before")
             finished.append(run)
         else:
@@ -284,11 +306,29 @@ def _failure(one: Submitted) -> str | None:
             return f"the job ended without a result, state {state}"
         time.sleep(1)
     try:
-        return job.result()
+        reason = job.result()
+        while reason is None and not _has_score(one.run):
+            if time.monotonic() > patience:
+                return f"{one.run.folder / SCORE}: not to be seen here; call it again to look"
+            time.sleep(1)
+        return reason
+    except QKNormError as error:  # the score is damaged
+        return str(error)
     except FailedJobError as error:  # an exception: the last unindented line of its traceback
         lines = [line for line in str(error).partition("Traceback")[2].splitlines() if line.strip()]
         said = [line for line in lines if not line[0].isspace() and ": " in line]
         return said[-1] if said else "the job failed"
+
+
+def _has_score(run: Run) -> bool:
+    _look_again(run.folder)
+    return is_done(run)
+
+
+def _look_again(folder: Path) -> None:
+    """A change to a folder makes a network file system look for what is new in it."""
+    with suppress(OSError):
+        folder.chmod(folder.stat().st_mode)
 
 
 def _executor(cluster: str, runs: Sequence[Run]) -> submitit.AutoExecutor:
@@ -319,12 +359,13 @@ def _gpus_per_job(runs: Sequence[Run]) -> int:
     return max(needed, (runs[0].launcher or {}).get("gpus_per_node") or 0) if needed else 0
 
 
-def _queue(before: dict[str, str] | None = None) -> dict[str, str]:
-    """The user's jobs that SLURM has not ended, and their states; those of before if it is mute."""
-    command = ["squeue", "--noheader", "--array", "--format=%i %T", "--user", getpass.getuser()]
+def _queue(before: dict[str, Queued] | None = None) -> dict[str, Queued]:
+    """The user's jobs that SLURM has not ended; those of before if it is mute."""
+    command = ["squeue", "--noheader", "--array", "--format=%i %T %j", "--user", getpass.getuser()]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     if said.returncode:
         if before is not None:  # a controller too busy to answer is no news of any job
             return before
         raise QKNormError(f"squeue failed: {said.stderr.strip() or said.returncode}")
-    return dict(line.split(maxsplit=1) for line in said.stdout.splitlines() if " " in line)
+    lines = [line.split(maxsplit=2) for line in said.stdout.splitlines()]
+    return {line[0]: Queued(*line[1:]) for line in lines if len(line) == 3}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -12,18 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from qknorm_fairseq.errors import QKNormError
-from qknorm_fairseq.runs import CONFIG, LAST, SCORE
+from qknorm_fairseq.reading import Unreadable, read_object, read_yaml
+from qknorm_fairseq.runs import CONFIG, LAST, SCORE, read_score
 from qknorm_fairseq.training import DONE
 
 # What experiment.py and training.py call a run's files, beside the names that can be imported.
 ENVIRONMENT, RECORDS = "environment.json", "train.jsonl"
-NUMBERS = (
-    *("bleu_tok", "bleu", "chrf", "ter"),
-    *("params", "updates", "train_seconds", "tokens_per_second", "test_sentences"),
-)
 
 
 @dataclass(frozen=True)
@@ -57,9 +51,9 @@ class Result:
         if not file.is_file():
             return {}
         try:
-            content = yaml.safe_load(file.read_bytes())
-        except (yaml.YAMLError, RecursionError) as error:
-            raise QKNormError(f"{file}: not YAML: {_one_line(error)}") from None
+            content = read_yaml(file)
+        except Unreadable as error:
+            raise QKNormError(f"{file}: {error}") from None
         groups = ("common", "model", "optimization", "task")
         if not isinstance(content, dict) or not all(
             isinstance(content.get(group, {}), dict) for group in groups
@@ -69,7 +63,7 @@ class Result:
 
     @cached_property
     def environment(self) -> Mapping[str, Any]:
-        return read_json(self.folder / ENVIRONMENT)
+        return read_object(self.folder / ENVIRONMENT)
 
     @property
     def command(self) -> str | None:
@@ -161,31 +155,4 @@ def find(runs: Path) -> tuple[list[Result], list[Path]]:
 
 
 def _score(folder: Path) -> Mapping[str, Any] | None:
-    file = folder / SCORE
-    if not file.is_file():
-        return None
-    content = read_json(file)
-    for key in NUMBERS:
-        value = content.get(key)
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise QKNormError(f"{file}: has no number {key!r}; remove it and score the run again")
-    if not isinstance(content.get("signatures"), dict):
-        raise QKNormError(f"{file}: has no 'signatures'; remove it and score the run again")
-    return content
-
-
-def read_json(file: Path) -> Mapping[str, Any]:
-    """An object; empty where there is no file."""
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        raise QKNormError(f"{file}: not JSON: {_one_line(error)}") from None
-    if not isinstance(content, dict):
-        raise QKNormError(f"{file}: not a JSON object")
-    return content
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return read_score(folder) if (folder / SCORE).is_file() else None

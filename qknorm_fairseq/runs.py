@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import json
+import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import qknorm_fairseq
 from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.reading import one_line, read_object
 
 BEST, LAST = "checkpoint_best.pt", "checkpoint_last.pt"
 CONFIG, SCORE = "config.yaml", "score.json"
+NUMBERS = (
+    *("bleu_tok", "bleu", "chrf", "ter"),
+    *("params", "updates", "train_seconds", "tokens_per_second", "test_sentences"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,28 @@ class Run:
     def title(self) -> str:
         return f"{self.pair} {self.name} seed {self.seed}"
 
-    def score(self) -> dict[str, Any]:
-        """What `score.json` says; only for a finished run."""
-        content: dict[str, Any] = json.loads((self.folder / SCORE).read_text("utf-8"))
-        return content
+    def score(self) -> Mapping[str, Any]:
+        """What `score.json` says: see :func:`read_score`; only for a finished run."""
+        return read_score(self.folder)
+
+
+def read_score(folder: Path) -> Mapping[str, Any]:
+    """The `score.json` of a run's folder.
+
+    Raises:
+        QKNormError: it is missing or damaged.
+    """
+    file = folder / SCORE
+    content = read_object(file)
+    for key in NUMBERS:
+        value = content.get(key)
+        if key == "ter" and key in content and value is None:
+            continue  # left out: a line was too long for it
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise QKNormError(f"{file}: has no number {key!r}; remove it and score the run again")
+    if not isinstance(content.get("signatures"), dict):
+        raise QKNormError(f"{file}: has no 'signatures'; remove it and score the run again")
+    return content
 
 
 def config_folder() -> Path:
@@ -152,11 +176,24 @@ def _resolve(config_dir: Path, config_name: str, overrides: tuple[str, ...]) -> 
         name, ablation = str(job.job.name), job.runtime.choices.get("ablation")
         with open_dict(config):
             del config["hydra"]
-        given = {group: set(config[group] or ()) for group in ("model", "task")}
+        for group in ("model", "task"):
+            if not isinstance(config[group], DictConfig):
+                raise ValueError(f"{group} must be a group of settings, not {config[group]!r}")
+        given = {group: set(config[group]) for group in ("model", "task")}
         add_defaults(config)
         plain: Any = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
         raise QKNormError(f"{config_dir / config_name}.yaml: {_reason(error)}") from None
+    except (yaml.YAMLError, RecursionError) as error:  # says in which of the files, if it can
+        raise QKNormError(
+            f"{config_dir / config_name}.yaml: not YAML, or a file of its defaults is not: "
+            f"{one_line(error)}"
+        ) from None
+    if not isinstance(plain["task"].get("data"), str):
+        raise QKNormError(
+            f"{config_dir / config_name}.yaml: task.data must name the prepared folder, not "
+            f"{plain['task'].get('data')!r}"
+        )
     for group, keys in given.items():
         kind = plain[group]["_name"]
         if unknown := sorted(keys - _options(group, kind)):

@@ -18,7 +18,14 @@ import numpy as np
 from sacrebleu.significance import PairedTest, _bootstrap_resample
 
 from qknorm_fairseq.errors import QKNormError
-from qknorm_fairseq.scores import as_scored, check_parallel, metric_of, read_parallel
+from qknorm_fairseq.scores import (
+    BOTH,
+    as_scored,
+    check_parallel,
+    metric_of,
+    read_parallel,
+    too_long_for_ter,
+)
 from qknorm_fairseq.tokenization import check_language
 
 
@@ -58,6 +65,7 @@ def compare(
     metric: str = "bleu",
     lang: str = "en",
     tokenized: bool = False,
+    names: tuple[str, str, str] = ("the baseline", "the system", BOTH[1]),
 ) -> Comparison:
     """Compare two systems' hypotheses, line by line with the references.
 
@@ -71,23 +79,25 @@ def compare(
 
     Args:
         metric, lang, tokenized: as for :func:`qknorm_fairseq.scores.score`.
+        names: of the three texts, for messages.
 
     Raises:
         QKNormError: the numbers of lines differ, or there are none; there is no such metric;
-            SACREBLEU_SEED is no seed.
+            a line is too long for TER; SACREBLEU_SEED is no seed.
     """
     check_language(lang)
     _check_seed()
     for hypotheses in (base, system):
         check_parallel(hypotheses, references)
     measure = metric_of(metric, lang)
-    reference = [list(as_scored(references, metric, lang, tokenized=tokenized))]
-    statistics = [
-        np.array(measure._extract_corpus_statistics(list(hypotheses), reference))
-        for hypotheses in (
-            as_scored(lines, metric, lang, tokenized=tokenized) for lines in (base, system)
-        )
-    ]
+    *texts, reference = (
+        list(as_scored(lines, metric, lang, tokenized=tokenized))
+        for lines in (base, system, references)
+    )
+    for text, name in zip(texts, names[:2], strict=True):
+        if metric == "ter" and (problem := too_long_for_ter(text, reference, (name, names[2]))):
+            raise QKNormError(problem)
+    statistics = [np.array(measure._extract_corpus_statistics(text, [reference])) for text in texts]
     # Counting takes longest: the tests are given what was counted instead of hypotheses.
     measure._extract_corpus_statistics = lambda counted, references: counted
     systems = list(zip(("base", "system"), statistics, strict=True))
@@ -128,7 +138,15 @@ def compare_files(
             none; there is no such metric.
     """
     (first, references), (second, _) = read_parallel(base, ref), read_parallel(system, ref)
-    return compare(first, second, references, metric=metric, lang=lang, tokenized=tokenized)
+    return compare(
+        first,
+        second,
+        references,
+        metric=metric,
+        lang=lang,
+        tokenized=tokenized,
+        names=(str(base), str(system), str(ref)),
+    )
 
 
 def _check_seed() -> None:

@@ -202,7 +202,8 @@ def _group(
     counts = sorted({int(r.score["test_sentences"]) for r in results if r.score is not None})
     if len(counts) > 1:
         notes.append(f"the runs were scored on test sets of {counts} sentences: not comparable")
-    signatures = {tuple(row.signatures.items()) for row in rows}
+    # TER is not shown here, and some runs may have none.
+    signatures = {tuple((k, v) for k, v in row.signatures.items() if k != "ter") for row in rows}
     if len(signatures) > 1:
         notes.append("the models were not scored in the same way: their signatures differ")
     lengths = test_set.lengths(finished, missing, say)

@@ -17,7 +17,8 @@ from qknorm_fairseq import prepared_data
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.files import sha256, write_json
 from qknorm_fairseq.prepared_data import DESCRIPTION, Description
-from qknorm_fairseq.results import Result, read_json
+from qknorm_fairseq.reading import read_object
+from qknorm_fairseq.results import Result
 from qknorm_fairseq.text import read_lines
 
 METRIC = "bleu_tok"  # what papers on these corpora report
@@ -82,7 +83,7 @@ def locate(run: Result) -> TestSet:
     if folder is None:
         raise QKNormError(f"{run.data}: its test set is not here")
     description = Description.load(folder)
-    if read_json(run.folder / DESCRIPTION) != read_json(folder / DESCRIPTION):
+    if read_object(run.folder / DESCRIPTION) != read_object(folder / DESCRIPTION):
         raise QKNormError(f"{run.data}: holds other data now than the run was trained on")
     source, references = (
         folder / f"test.{lang}" for lang in (description.source_lang, description.target_lang)
@@ -191,7 +192,7 @@ def _kept(
     key = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
     cache = run.folder / CACHE
     try:
-        known = dict(read_json(cache))
+        known = dict(read_object(cache))
     except QKNormError:  # damaged: it is only a copy
         known = {}
     entry = known.get(what)
