@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,7 +65,7 @@ FAIRSEQ, PLAIN, FAST, BF16 = "fairseq transformer", "plugin, plain", "plugin", "
 
 
 def variants(kind: str, device: str) -> dict[str, list[str]]:
-    """Command lines of fairseq-train that are compared; the first one is the baseline.
+    """Command lines of fairseq-train that are compared, each with its :func:`baseline`.
 
     The attention is all that differs: the paper's other blocks are off.
     """
@@ -75,7 +75,7 @@ def variants(kind: str, device: str) -> dict[str, list[str]]:
     plain = [*ours, "--no-fast", "--optimizer", "adam"]
     fast = [*ours, "--optimizer", "adam_fused"]
     if kind == "decode":
-        return {FAIRSEQ: own, FAST: fast}
+        return {FAIRSEQ: own, PLAIN: plain, FAST: fast}
     if device == "cpu":
         bf16 = {BF16: [*fast, "--bf16-autocast"]} if has_bf16() else {}
         return {FAIRSEQ: own, PLAIN: plain, FAST: fast, **bf16}
@@ -84,6 +84,12 @@ def variants(kind: str, device: str) -> dict[str, list[str]]:
         for precision in ("fp16", "bf16")
         for name, arguments in ((FAIRSEQ, own), (PLAIN, plain), (FAST, fast))
     }
+
+
+def baseline(variant: str, compared: Iterable[str]) -> str:
+    """What a variant is compared with: fairseq's transformer, on a GPU in the same precision."""
+    of_precision = f"{FAIRSEQ}, {variant.rpartition(', ')[2]}"
+    return of_precision if of_precision in compared else FAIRSEQ
 
 
 def arguments_of(size: Size, data: Any, arguments: Sequence[str], *, device: str) -> list[str]:
@@ -168,12 +174,10 @@ def bench(
                 times = ", ".join(f"{name} {all_[-1]:.2f} s" for name, all_ in seconds.items())
                 say(f"turn {turn + 1} of {turns}: {times}")
         done = {name: worker.ask("finish") for name, worker in workers.items()}
-    baseline = next(iter(compared))
     results = []
     for name in compared:
-        ratios = [
-            theirs / ours for theirs, ours in zip(seconds[baseline], seconds[name], strict=True)
-        ]
+        base = seconds[baseline(name, compared)]
+        ratios = [theirs / ours for theirs, ours in zip(base, seconds[name], strict=True)]
         ratio, products = statistics.median(ratios), done[name]["products"]
         results.append(
             Result(
@@ -189,7 +193,7 @@ def bench(
         **task,
         "unit": "target tokens/s" if kind == "train" else "sentences/s",
         "turns": turns,
-        "padding": done[baseline]["padding"],
+        "padding": next(iter(done.values()))["padding"],
         "results": results,
     }
 

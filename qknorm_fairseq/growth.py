@@ -39,7 +39,7 @@ class Point:
 
 
 def measure(*, size: str, device: str, turns: int, say: Callable[[str], None]) -> list[Point]:
-    """Measure all variants at all shapes, in turns at each.
+    """Measure all variants at all shapes, one variant after the other, each so many turns.
 
     Raises:
         QKNormError: a variant failed.

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from qknorm_fairseq.advice import LEFT_OUT, failure
 from qknorm_fairseq.errors import QKNormError
@@ -135,34 +136,37 @@ def _bar(title: str, total: int, begun: int) -> Iterator[Any]:
     """A progress bar at a terminal, a line now and then in a file. `total` 0: nobody knows."""
     latest = {"loss": "", "dev": ""}
     last_line = time.monotonic()
+    narrow = console.width < 100
     with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.completed:.0f}{task.fields[of]}{task.fields[state]}"),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+        BarColumn(bar_width=10 if narrow else 20),
+        TextColumn("{task.completed:.0f}{task.fields[of]}", table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
         TimeElapsedColumn(),
         console=console,
         disable=not console.is_terminal,
     ) as progress:
         of = f"/{total}" if total else " updates"
         task = progress.add_task(
-            title, total=total or None, completed=begun, of=of, state=" starting"
+            title, total=total or None, completed=begun, of=of, state="starting"
         )
 
         def show(record: Mapping[str, Any]) -> None:
             nonlocal last_line
             if record["kind"] == "valid" and "bleu" in record:
-                latest["dev"] = f", dev BLEU {record['bleu']:.1f}"
+                latest["dev"] = f"dev BLEU {record['bleu']:.1f}"
             elif record["kind"] == "valid":
-                latest["dev"] = f", dev perplexity {record['ppl']:.1f}"
+                latest["dev"] = f"dev perplexity {record['ppl']:.1f}"
             elif record["kind"] == "train_inner":
-                latest["loss"] = f", perplexity {record['ppl']:.1f}"
+                latest["loss"] = f"perplexity {record['ppl']:.1f}"
             done = record.get("num_updates", 0)
-            state = latest["loss"] + latest["dev"]
-            progress.update(task, completed=done, state=state)
+            states = [state for state in latest.values() if state]
+            shown = states[-1:] if narrow else states
+            progress.update(task, completed=done, state=", ".join(shown))
             if not console.is_terminal and time.monotonic() - last_line > 20:
                 last_line = time.monotonic()
                 of = f" of {total}" if total else ""
-                console.print(f"{title}: update {done:.0f}{of}{state}")
+                console.print(f"{title}: " + ", ".join([f"update {done:.0f}{of}", *states]))
 
         yield show
 

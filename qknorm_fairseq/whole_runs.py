@@ -1,4 +1,4 @@
-"""`qknorm bench run`: whole fairseq-train runs on prepared data, from their start to their end."""
+"""`qknorm bench run`: whole fairseq-train runs, but for validation and saving, side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from qknorm_fairseq.bench import SIZES, Result, arguments_of, variants
+from qknorm_fairseq.bench import SIZES, Result, arguments_of, baseline, variants
 from qknorm_fairseq.errors import QKNormError
 
 
@@ -39,10 +39,10 @@ def measure(
             peak_mb[name] = max(peak_mb[name], peak)
         times = ", ".join(f"{name} {all_[-1]:.1f} s" for name, all_ in seconds.items())
         say(f"turn {turn + 1} of {turns}: {times}")
-    baseline = seconds[next(iter(compared))]
     results = []
     for name, ours in seconds.items():
-        ratios = [theirs / each for theirs, each in zip(baseline, ours, strict=True)]
+        base = seconds[baseline(name, compared)]
+        ratios = [theirs / each for theirs, each in zip(base, ours, strict=True)]
         spread = (statistics.median(ratios), min(ratios), max(ratios))
         rate = updates / statistics.median(ours)
         results.append(Result(name, rate, spread, peak_mb[name], products=None, bound=None))

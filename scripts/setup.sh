@@ -336,7 +336,7 @@ step "torch $torch_version: $torch_note" pip_install torch
 step "$fairseq $fairseq_version: $fairseq_note" compile
 # Without isolation: the build back end is pinned and there already.
 step "qknorm-fairseq: the project (editable), its libraries and tools" \
-    pip_install --no-build-isolation -e '.[cluster,dev]'
+    pip_install --no-build-isolation -e '.[cluster,tensorboard,dev]'
 step "check: the imports work, the versions agree" check
 
 fingerprint >"$stamp.new" && mv -f -- "$stamp.new" "$stamp"

@@ -40,6 +40,21 @@ def test_decoding_is_compared_as_a_table(run: Run) -> None:
     assert " 1.00 (1.00 - 1.00) " in lines[1]
 
 
+def test_what_is_compared_with_what() -> None:
+    """fairseq's own transformer in the same precision, on a GPU; in full precision, on a CPU."""
+    fairseq, plain, fast = "fairseq transformer", "plugin, plain", "plugin"
+    assert list(bench.variants("decode", "cpu")) == [fairseq, plain, fast]
+    assert list(bench.variants("train", "cpu"))[:3] == [fairseq, plain, fast]
+    of_cpu = [fairseq, plain, fast, "plugin, bf16"]
+    assert {bench.baseline(name, of_cpu) for name in of_cpu} == {fairseq}
+    of_gpu = bench.variants("train", "cuda")
+    assert {name: bench.baseline(name, of_gpu) for name in of_gpu} == {
+        f"{name}, {precision}": f"{fairseq}, {precision}"
+        for precision in ("fp16", "bf16")
+        for name in (fairseq, plain, fast)
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
