@@ -59,7 +59,12 @@ class Page:
         width, height = size
         self._call(
             "Emulation.setDeviceMetricsOverride",
-            **{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size[0] <= PHONE[0]},
+            **{
+                "width": width,
+                "height": height,
+                "deviceScaleFactor": 1,
+                "mobile": size[0] <= PHONE[0],
+            },
         )
         scheme_of_reader = [{"name": "prefers-color-scheme", "value": scheme}]
         self._call("Emulation.setEmulatedMedia", media=media, features=scheme_of_reader)

@@ -22,6 +22,7 @@ from qknorm_fairseq.report import markdown, page
 from qknorm_fairseq.results import find
 from qknorm_fairseq.scores import score
 from qknorm_fairseq.summary import Group, Row, Summary, summarize
+from qknorm_fairseq.test_set import in_bins
 
 BASE, QKNORM = "transformer_scalenorm_tiny", "transformer_qknorm_tiny"
 SIGNATURES = {name: f"nrefs:1|{name}" for name in ("bleu_tok", "bleu", "chrf", "ter")}
@@ -361,7 +362,7 @@ def test_unfinished_runs_are_listed(reported: tuple[Path, str, str]) -> None:
         "catalogues/gl-en/transformer/seed1",
         "no config.yaml: not begun, or not a run's folder",
         "mine: checkpoints, but no run's folder; left out",
-        "the curves of training include 2 runs without a score",
+        "2 runs without a score: thin lines among the curves, and in no mean",
     )
 
 
@@ -412,6 +413,23 @@ def test_bleu_by_length_is_of_the_sentences_of_that_length(
     assert (lengths["bins"], lengths["sentences"]) == (["1-5", "11-15"], [20, 20])
     half = score(translations(5)[20:], REFERENCES[20:], lang="en", tokenized=True).bleu_tok
     assert lengths["bleu"][BASE][0] == pytest.approx([100, half])
+
+
+@pytest.mark.parametrize(
+    ("words", "bins"),
+    [
+        ([3] * 20 + [7] * 20, {"1-5": 20, "6-10": 20}),
+        ([3] * 20 + [7] * 4, {"1-10": 24}),  # too few at the end
+        ([3] * 20 + [7] * 4 + [50] * 16, {"1-5": 20, "6+": 20}),
+        ([3] * 4 + [12] * 30, {"1-15": 34}),
+        ([3] * 4 + [12], {"1-15": 5}),
+        ([], {}),
+    ],
+)
+def test_bins_of_few_sentences_are_put_together(words: list[int], bins: dict[str, int]) -> None:
+    found = in_bins(words)
+    assert {name: len(numbers) for name, numbers in found.items()} == bins
+    assert sorted(n for numbers in found.values() for n in numbers) == list(range(len(words)))
 
 
 def test_no_text_of_the_corpus_in_it(reported: tuple[Path, str, str]) -> None:
