@@ -1,6 +1,7 @@
 """Figures of trainings and of attention, as SVG and PNG files or inside an HTML page.
 
-`histories` maps a model's name to the `train.jsonl` records of each of its seeds. Each model has a
+`histories` maps a model's name to the `train.jsonl` records of each of its finished seeds,
+`unfinished` to those of the others, which are thin lines and count for no mean. Each model has a
 colour of Okabe and Ito's (told apart by colour-blind readers) and a line style, marker or hatch of
 its own (told apart in print). A seed is a thin line, the mean of several a thick one, drawn at the
 updates that all of them have.
@@ -26,6 +27,7 @@ from qknorm_fairseq.growth import SHORT, TOKENS, Point
 Records = Sequence[Mapping[str, Any]]
 Histories = Mapping[str, Sequence[Records]]
 Line = list[tuple[float, float]]
+NOTHING: Histories = {}
 
 # Okabe & Ito's palette without its yellow and black, which vanish on a light or a dark page.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -48,48 +50,51 @@ def line_of(kind: str, value: str, records: Records) -> Line:
 
 
 @styled
-def training(histories: Histories) -> Figure:
+def training(histories: Histories, unfinished: Histories = NOTHING) -> Figure:
     """Training and validation loss over updates: without label smoothing, in bits a subword."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, kind, title in ((left, "train_inner", "Training"), (right, "valid", "Validation")):
-        _draw(axes, histories, partial(line_of, kind, "nll_loss"))
+        _draw(axes, histories, unfinished, partial(line_of, kind, "nll_loss"))
         axes.set_title(title)
     left.set_ylabel("loss (bits per subword)")
-    _legend(figure, histories)
+    _legend(figure, _models(histories, unfinished))
     return figure
 
 
 @styled
-def dev_bleu(histories: Histories) -> Figure:
+def dev_bleu(histories: Histories, unfinished: Histories = NOTHING) -> Figure:
     """BLEU of the development set over updates, as measured while training."""
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.subplots()
-    _draw(axes, histories, partial(line_of, "valid", "bleu"))
+    _draw(axes, histories, unfinished, partial(line_of, "valid", "bleu"))
     axes.set_ylabel("dev BLEU")
-    _legend(figure, histories)
+    _legend(figure, _models(histories, unfinished))
     return figure
 
 
 @styled
-def learning_rate(histories: Histories) -> Figure:
+def learning_rate(histories: Histories, unfinished: Histories = NOTHING) -> Figure:
     """The learning rate over updates."""
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.subplots()
-    _draw(axes, histories, partial(line_of, "train_inner", "lr"))
+    _draw(axes, histories, unfinished, partial(line_of, "train_inner", "lr"))
     axes.set_ylabel("learning rate")
     axes.ticklabel_format(axis="y", style="plain")
-    _legend(figure, histories)
+    _legend(figure, _models(histories, unfinished))
     return figure
 
 
 @styled
-def g(histories: Histories) -> Figure | None:
+def g(histories: Histories, unfinished: Histories = NOTHING) -> Figure | None:
     """The learned g of every attention over updates: a row for each model, a line for each layer.
 
     None where no record has one.
     """
-    found = {model: _modules(seeds) for model, seeds in histories.items()}
+    found = {
+        model: _modules([*histories.get(model, ()), *unfinished.get(model, ())])
+        for model in _models(histories, unfinished)
+    }
     found = {model: modules for model, modules in found.items() if modules}
     if not found:
         return None
@@ -103,13 +108,13 @@ def g(histories: Histories) -> Figure | None:
         row[0].set_ylabel(f"g of {model}" if len(found) > 1 else "g")
         for axes, kind in zip(row, kinds, strict=True):
             axes.set_title(KINDS[kind])
-            lines = {
-                layer: [line_of("valid", name, records) for records in histories[model]]
-                for name, layer, of_kind in modules
-                if of_kind == kind
-            }
-            for layer, seeds in lines.items():
-                _draw_seeds(axes, seeds, f"{model}, {kind} {layer}", layer - 1)
+            for name, layer, of_kind in modules:
+                if of_kind == kind:
+                    seeds, others = (
+                        [line_of("valid", name, records) for records in of.get(model, ())]
+                        for of in (histories, unfinished)
+                    )
+                    _draw_seeds(axes, seeds, others, f"{model}, {kind} {layer}", layer - 1)
             _axis_of_updates(axes)
             axes.label_outer()
     handles = [_handle(layer - 1) for layer in layers]
@@ -169,6 +174,9 @@ def bleu_by_length(
         )
         if len(seeds) > 1:
             axes.plot(*zip(*dots, strict=True), ".", color=INK, markersize=4)
+        for place, values in zip(places, of_place, strict=True):
+            if not any(values):  # no bar to be seen
+                axes.text(place, 0, "0", ha="center", va="bottom")
     labels = [f"{name}\nn = {count:,}" for name, count in zip(bins, counts, strict=True)]
     axes.set_xticks(range(len(bins)), labels)
     axes.grid(axis="x", visible=False)
@@ -191,7 +199,7 @@ def attention(statistics: Mapping[str, Sequence[Mapping[str, Mapping[str, float]
     for axes, value, title in zip(
         figure.subplots(1, 2, sharey=True),
         ("entropy", "saturated"),
-        ("Entropy, as a share of its maximum", "Saturated rows"),
+        ("Entropy, as a share of its maximum", "Share of saturated rows"),
         strict=True,
     ):
         for number, (model, seeds) in enumerate(statistics.items()):
@@ -206,9 +214,10 @@ def attention(statistics: Mapping[str, Sequence[Mapping[str, Mapping[str, float]
                 each = [(x, y) for y, values in known for x in values]
                 axes.plot(*zip(*each, strict=True), **look, markersize=3, alpha=0.5)
             means = [(sum(values) / len(values), y) for y, values in known]
-            axes.plot(*zip(*means, strict=True), **look, markersize=7, label=model)
+            axes.plot(*zip(*means, strict=True), **look, markersize=6, label=model)
         axes.set_title(title)
-        axes.set_xlim(-0.03, 1.03)
+        most = 1 if value == "entropy" else max(max(line.get_xdata()) for line in axes.lines) or 1
+        axes.set_xlim(-0.03 * most, 1.03 * most)
     names = [name.replace("_", " ") for name in modules]
     axes.set_yticks(range(len(modules)), names)
     axes.set_ylim(len(modules) - 0.5, -0.5)
@@ -251,21 +260,37 @@ def _module_order(name: str) -> tuple[int, int]:
     return list(KINDS).index(f"{side} {kind}"), int(layer)
 
 
-def _draw(axes: Axes, histories: Histories, line: Callable[[Records], Line]) -> None:
-    for number, (model, seeds) in enumerate(histories.items()):
-        _draw_seeds(axes, [line(records) for records in seeds], model, number)
+def _models(histories: Histories, unfinished: Histories) -> list[str]:
+    return list(dict.fromkeys([*histories, *unfinished]))
+
+
+def _draw(
+    axes: Axes, histories: Histories, unfinished: Histories, line: Callable[[Records], Line]
+) -> None:
+    for number, model in enumerate(_models(histories, unfinished)):
+        seeds, others = (
+            [line(records) for records in of.get(model, ())] for of in (histories, unfinished)
+        )
+        _draw_seeds(axes, seeds, others, model, number)
     if not axes.lines:
         axes.text(0.5, 0.5, "not recorded", ha="center", va="center", transform=axes.transAxes)
     _axis_of_updates(axes)
 
 
-def _draw_seeds(axes: Axes, seeds: Sequence[Line], label: str, look: int) -> None:
-    """A thin line for each seed and their mean; one seed alone is a thick line."""
-    lines = [line for line in seeds if line]
+def _draw_seeds(
+    axes: Axes, seeds: Sequence[Line], unfinished: Sequence[Line], label: str, look: int
+) -> None:
+    """A thin line for each seed and their mean; one finished seed alone is a thick line.
+
+    The mean is of the finished ones only: it would end where the least of the others has come to.
+    """
+    lines, others = [line for line in seeds if line], [line for line in unfinished if line]
     thick = _look(look)
+    thin: dict[str, Any] = {**thick, "linewidth": 0.7, "alpha": 0.55}
+    for line in others:
+        axes.plot(*zip(*line, strict=True), **thin, label=f"{label}: unfinished")
     if len(lines) > 1:
         for number, line in enumerate(lines, start=1):
-            thin: dict[str, Any] = {**thick, "linewidth": 0.7, "alpha": 0.55}
             axes.plot(*zip(*line, strict=True), **thin, label=f"{label}: seed {number}")
         common = sorted(set.intersection(*({x for x, _ in line} for line in lines)))
         values = [dict(line) for line in lines]
@@ -293,8 +318,8 @@ def _handle(look: int) -> Line2D:
     return Line2D([], [], **_look(look))
 
 
-def _legend(figure: Figure, histories: Histories) -> None:
-    _place_legend(figure, [_handle(number) for number in range(len(histories))], list(histories))
+def _legend(figure: Figure, models: Sequence[str]) -> None:
+    _place_legend(figure, [_handle(number) for number in range(len(models))], models)
 
 
 def _place_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:

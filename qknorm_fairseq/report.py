@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,9 @@ def make(
     for group in summary.groups:
         own = of_pair[group.corpus, group.pair]
         if going := sum(1 for run in own if run.score is None and run.history):
-            group.notes.append(f"the curves of training include {going} runs without a score")
+            group.notes.append(
+                f"{going} runs without a score: thin lines among the curves, and in no mean"
+            )
         found = _attention(own, group.notes, cpu=cpu) if attention else {}
         sections.append(Section(group, _plots(group, own, found, out / "plots"), found))
         say(f"{group.title}: plots")
@@ -141,23 +143,21 @@ def _plots(
 
     # The models in one order in all plots, as that gives them their colours.
     models = dict.fromkeys([*(row.model for row in group.rows), *(r.model for r in results)])
-    histories = {
-        model: [r.history for r in results if r.model == model and r.history] for model in models
-    }
-    histories = {model: seeds for model, seeds in histories.items() if seeds}
+    finished, unfinished = (_histories(models, results, scored=of) for of in (True, False))
     figures: list[tuple[str, str, Any]] = []
-    if histories:
+    if finished or unfinished:
+        curves = finished, unfinished
         figures += [
-            ("training", "Loss in training and validation", plots.training(histories)),
-            ("dev_bleu", "Development BLEU while training", plots.dev_bleu(histories)),
-            ("learning_rate", "Learning rate", plots.learning_rate(histories)),
-            ("g", "The learned g of each attention", plots.g(histories)),
+            ("training", "Loss in training and validation", plots.training(*curves)),
+            ("dev_bleu", "Development BLEU while training", plots.dev_bleu(*curves)),
+            ("learning_rate", "Learning rate", plots.learning_rate(*curves)),
+            ("g", "The learned g of each attention", plots.g(*curves)),
         ]
     if group.lengths:
         of = group.lengths
         bleu = {model: of.bleu[model] for model in models if model in of.bleu}
         figure = plots.bleu_by_length(bleu, of.bins, of.sentences)
-        title = "Tokenized BLEU by words of the source sentence"
+        title = "Tokenized BLEU by words of the source sentence (bars of 20 sentences or more)"
         figures.append(("bleu_by_length", title, figure))
     if attention:
         title = "Attention of the trained models over the test set"
@@ -172,6 +172,15 @@ def _plots(
             svg = plots.svg(figure, f"{group.title}: {title}")
             drawn.append(Plot(stem, title, svg, wide=width > 2 * height))
     return drawn
+
+
+def _histories(
+    models: Iterable[str], results: Sequence[Result], *, scored: bool
+) -> dict[str, list[list[dict[str, Any]]]]:
+    """The records of each model's seeds that have a score, or of those that don't."""
+    of = [result for result in results if result.history and (result.score is not None) == scored]
+    found = {model: [run.history for run in of if run.model == model] for model in models}
+    return {model: seeds for model, seeds in found.items() if seeds}
 
 
 def page(report: Report) -> str:

@@ -23,8 +23,10 @@ from qknorm_fairseq.text import read_lines
 
 METRIC = "bleu_tok"  # what papers on these corpora report
 CACHE = "comparisons.json"
-# Words of the source sentence, from and to.
+# Words of the source sentence, from and to. Where a test set has fewer than LEAST in one, it is put
+# together with its neighbour: BLEU of so few says nothing.
 BINS = ((0, 5), (6, 10), (11, 15), (16, 20), (21, 30), (31, 40), (41, 10**9))
+LEAST = 20
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Lengths:
 
     bins: list[str]
     sentences: list[int]
-    bleu: dict[str, list[list[float | None]]]
+    bleu: dict[str, list[list[float]]]
 
 
 def locate(run: Result) -> TestSet:
@@ -115,15 +117,15 @@ def significance(run: Result, base: Result, where: TestSet) -> tuple[dict[str, A
     return found, known
 
 
-def bleu_by_length(run: Result, where: TestSet) -> tuple[list[float | None], bool]:
-    """BLEU over the sentences of each of BINS (None where there are none), and if it was known.
+def bleu_by_length(run: Result, where: TestSet) -> tuple[list[float], bool]:
+    """BLEU over the sentences of each of the test set's bins, and if it was known.
 
     Raises:
         QKNormError: the run's hypotheses are missing, or too few.
     """
     hyp, ref = where.hypotheses(run), where.references
 
-    def compute() -> list[float | None]:
+    def compute() -> list[float]:
         from qknorm_fairseq.scores import as_scored, metric_of, read_parallel
 
         form = {"tokenized": where.description.tokenized}
@@ -131,10 +133,10 @@ def bleu_by_length(run: Result, where: TestSet) -> tuple[list[float | None], boo
             list(as_scored(lines, METRIC, where.lang, **form)) for lines in read_parallel(hyp, ref)
         )
         lengths, metric = where.lengths(), metric_of(METRIC, where.lang)
-        scores: list[float | None] = []
-        for numbers in in_bins(lengths):
+        scores = []
+        for numbers in in_bins(lengths).values():
             some = [hypotheses[n] for n in numbers], [[references[n] for n in numbers]]
-            scores.append(float(metric.corpus_score(*some).score) if numbers else None)
+            scores.append(float(metric.corpus_score(*some).score))
         return scores
 
     found, known = _kept(run, "BLEU by length", [hyp, ref, where.source], compute)
@@ -148,14 +150,14 @@ def lengths(
 
     The runs are of one pair, whose test set they share.
     """
-    scores: dict[str, list[list[float | None]]] = {}
-    sentences: list[int] = []
+    scores: dict[str, list[list[float]]] = {}
+    bins: dict[str, list[int]] = {}
     for model, of_seed in finished.items():
         for run in of_seed.values():
             try:
                 where = locate(run)
                 found, known = bleu_by_length(run, where)
-                sentences = sentences or [len(n) for n in in_bins(where.lengths())]
+                bins = bins or in_bins(where.lengths())
             except QKNormError as error:
                 missing.add("BLEU by length", run, error)
                 continue
@@ -164,18 +166,29 @@ def lengths(
             scores.setdefault(model, []).append(found)
     if not scores:
         return None
-    there = [number for number, count in enumerate(sentences) if count]
-    names = [f"{max(low, 1)}-{high}" if high < 10**9 else f"{low}+" for low, high in BINS]
-    return Lengths(
-        [names[number] for number in there],
-        [sentences[number] for number in there],
-        {model: [[seed[n] for n in there] for seed in seeds] for model, seeds in scores.items()},
-    )
+    return Lengths(list(bins), list(map(len, bins.values())), scores)
 
 
-def in_bins(lengths: Sequence[int]) -> list[list[int]]:
-    """The numbers of the sentences in each of BINS."""
-    return [[n for n, words in enumerate(lengths) if low <= words <= high] for low, high in BINS]
+def in_bins(lengths: Sequence[int]) -> dict[str, list[int]]:
+    """{"1-5": the numbers of the sentences of so many words}, of BINS; LEAST or more in each.
+
+    Only a test set of fewer has a smaller one. Bins without a sentence are not there.
+    """
+    bins: list[tuple[int, int, list[int]]] = []
+    for low, high in BINS:
+        numbers = [n for n, words in enumerate(lengths) if low <= words <= high]
+        if bins and numbers and len(bins[-1][2]) < LEAST:
+            low, _, before = bins.pop()
+            numbers = before + numbers
+        if numbers:
+            bins.append((low, high, numbers))
+    if len(bins) > 1 and len(bins[-1][2]) < LEAST:
+        (low, _, before), (_, high, numbers) = bins[-2:]
+        bins[-2:] = [(low, high, before + numbers)]
+    return {
+        f"{max(low, 1)}-{high}" if high < 10**9 else f"{low}+": numbers
+        for low, high, numbers in bins
+    }
 
 
 def _kept(
@@ -187,7 +200,7 @@ def _kept(
             raise QKNormError(f"{file}: no such file")
     depends = [
         *map(sha256, files),
-        *(METRIC, version("sacrebleu"), str(BINS), os.environ.get("SACREBLEU_SEED", "")),
+        *(METRIC, version("sacrebleu"), str(BINS), LEAST, os.environ.get("SACREBLEU_SEED", "")),
     ]
     key = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
     cache = run.folder / CACHE

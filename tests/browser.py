@@ -44,15 +44,30 @@ class Page:
 
     _session: str | None = None
 
-    def open(self, file: Path, size: tuple[int, int] = DESKTOP, scheme: str = "light") -> None:
-        """Load a file in a window of this size, where the reader's colours are light or dark."""
+    def open(
+        self,
+        file: Path,
+        size: tuple[int, int] = DESKTOP,
+        scheme: str = "light",
+        media: str = "screen",
+    ) -> None:
+        """Load a file in a window of this size, where the reader's colours are light or dark.
+
+        Args:
+            media: "print" for what goes on paper.
+        """
         width, height = size
         self._call(
             "Emulation.setDeviceMetricsOverride",
-            **{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == PHONE},
+            **{
+                "width": width,
+                "height": height,
+                "deviceScaleFactor": 1,
+                "mobile": size[0] <= PHONE[0],
+            },
         )
         scheme_of_reader = [{"name": "prefers-color-scheme", "value": scheme}]
-        self._call("Emulation.setEmulatedMedia", features=scheme_of_reader)
+        self._call("Emulation.setEmulatedMedia", media=media, features=scheme_of_reader)
         self._call("Page.navigate", url=file.resolve().as_uri())
         deadline = time.monotonic() + 20
         while self.run("document.readyState + location.protocol") != "completefile:":

@@ -78,6 +78,25 @@ def test_seeds_and_their_mean_where_all_have_one() -> None:
     assert thin.get_color() == mean.get_color()
 
 
+def test_a_run_that_is_not_finished_counts_for_no_mean() -> None:
+    finished = {"one": [records(5, 3, 1), records(7, 9, 3)]}
+    unfinished = {"one": [records(50)], "two": [records(8)]}
+    figure = plots.dev_bleu(finished, unfinished)
+    assert lines(figure) == {
+        (0, "one: unfinished"): [(100, 52)],
+        (0, "one: seed 1"): [(100, 7), (200, 5), (300, 3)],
+        (0, "one: seed 2"): [(100, 9), (200, 11), (300, 5)],
+        (0, "one"): [(100, 8), (200, 8), (300, 4)],
+        (0, "two: unfinished"): [(100, 10)],
+    }
+    *thin, mean = [line for line in figure.axes[0].lines if "two" not in str(line.get_label())]
+    assert all(line.get_linewidth() < mean.get_linewidth() for line in thin)
+    assert legend(figure) == ["one", "two"]
+    g = plots.g({"one": [records(5, 3, g=True)]}, {"one": [records(5, g=True)]})
+    assert g is not None
+    assert lines(g)[0, "one, encoder self 1"] == [(100, 8), (200, 6)]
+
+
 def test_models_differ_in_colour_and_in_line() -> None:
     figure = plots.dev_bleu({f"model {number}": [records(5, 3)] for number in range(5)})
     looks = figure.axes[0].lines
@@ -121,6 +140,13 @@ def test_bars_of_bleu_by_length() -> None:
     labels = [label.get_text() for label in axes.get_xticklabels()]
     assert labels == ["1-9\nn = 70", "10-19\nn = 1", "20-\nn = 1,234"]
     assert legend(figure) == ["one", "two"]
+
+
+def test_a_bleu_of_zero_is_written_where_no_bar_is_to_be_seen() -> None:
+    figure = plots.bleu_by_length({"one": [[3, 0], [4, 0]]}, ["1-5", "6+"], [20, 30])
+    assert [(text.get_text(), *text.get_position()) for text in figure.axes[0].texts] == [
+        ("0", 1, 0)
+    ]
 
 
 def test_points_of_attention_statistics() -> None:
