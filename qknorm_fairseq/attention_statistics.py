@@ -8,7 +8,6 @@ is over SATURATED. Rows of a single visible key can be nothing else and are left
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from qknorm_fairseq.attention_weights import AttentionRecorder, pair_dataset
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.files import sha256, write_json
 from qknorm_fairseq.prepared_data import Description, locate
+from qknorm_fairseq.reading import Unreadable, read_json
 from qknorm_fairseq.runs import BEST, CONFIG
 from qknorm_fairseq.text import read_lines
 from qknorm_fairseq.training import console
@@ -123,8 +123,8 @@ def _sums(weights: Tensor, visible: Tensor) -> Tensor:
 
 def _read(cache: Path) -> dict[str, Any]:
     try:
-        content = json.loads(cache.read_text("utf-8"))
-    except (OSError, ValueError):
+        content = read_json(cache)
+    except (OSError, Unreadable):
         return {}
     return content if isinstance(content, dict) and "modules" in content else {}
 

@@ -8,6 +8,7 @@ imported. The same registry gives the same bytes everywhere.
 from __future__ import annotations
 
 import hashlib
+import lzma
 import re
 import struct
 import zipfile
@@ -113,6 +114,7 @@ def extract(wheel: Path, package: Package, language: str) -> list[Candidate]:
 _UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
+    lzma.LZMAError,
     struct.error,
     EOFError,
     OSError,

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from qknorm_fairseq.errors import QKNormError, reason
+from qknorm_fairseq.reading import Unreadable, read_yaml
 from qknorm_fairseq.tokenization import NONE, TOKENIZATIONS
 
 SPLITS = ("train", "valid", "test")
 VOCAB_SIZE = 8000  # the paper's
 HEXADECIMAL = (r"[0-9a-f]{64}", "64 lower-case hexadecimal digits")
+MOST = 10**15  # of anything: sentences, bytes
 
 T = TypeVar("T")
 
@@ -112,11 +112,11 @@ def load_registry(path: Path | None = None) -> Registry:
         if not path.is_file():
             path = package / "share" / "data" / "corpora.yaml"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except OSError as error:
         raise QKNormError(f"{path}: {reason(error)}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise QKNormError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from None
+    except Unreadable as error:
+        raise QKNormError(f"{path}: {error}") from None
     corpora = _Entry(content, str(path))
     return Registry(path, {name: _corpus(name, corpora.entry(name)) for name in corpora.names()})
 
@@ -227,4 +227,6 @@ class _Entry:
         if type(value) is not kind:
             found = type(value).__name__
             raise QKNormError(f"{self.where}: {name} must be {kind.__name__}, not {found}")
+        if type(value) is int and not 0 <= value <= MOST:
+            raise QKNormError(f"{self.where}: {name} must be from 0 to {MOST:,}")
         return value

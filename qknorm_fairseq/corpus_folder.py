@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from qknorm_fairseq import __version__, files
 from qknorm_fairseq.corpora import SPLITS, Corpus, Counts
 from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.reading import Unreadable, read_json
 from qknorm_fairseq.tokenization import NONE, TOKENIZATIONS
 
 DESCRIPTION = "corpus.json"
@@ -21,7 +21,7 @@ Pairs = Sequence[tuple[str, str]]  # source, target
 def is_current(folder: Path, origin: Mapping[str, Any]) -> bool:
     """Whether the folder was made from this, and its files are still as they were written."""
     try:
-        made = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        made = read_json(folder / DESCRIPTION)
         return origin.items() <= made.items() and all(
             files.sha256(folder / name) == digest for name, digest in made["files"].items()
         )
@@ -83,8 +83,8 @@ def tokenization(folder: Path) -> str:
     if not file.exists():
         return NONE
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("tokenization", NONE)
-    except (ValueError, AttributeError):
+        found = read_json(file).get("tokenization", NONE)
+    except (Unreadable, AttributeError):
         found = None
     if found not in TOKENIZATIONS:
         raise QKNormError(f"{file}: not written by this version of qknorm fetch; fetch again")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import http.client
-import json
 import re
 import sys
 import urllib.request
@@ -25,6 +24,7 @@ from qknorm_fairseq import __version__, files
 from qknorm_fairseq.corpora import Corpus, PublishedFile
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.progress import Report, downloading
+from qknorm_fairseq.reading import Unreadable, read_json
 
 RECORD = "sha256.json"
 TIMEOUT = 30.0  # seconds without a byte
@@ -52,11 +52,14 @@ def obtain(
         QKNormError: a file is missing, larger than it may be or not the right one, or the
             server can't be reached or stopped half-way. What had arrived is kept then.
     """
-    if local is not None:
-        return {file.name: _local(file, local, folder) for file in corpus.files}
+    if local is not None and not local.is_dir():
+        raise QKNormError(f"{local}: no such folder; --from names the one with the corpus's files")
     addresses = corpus.addresses if mirror is None else (_checked_mirror(mirror),)
     paths = {file.name: folder / file.name for file in corpus.files}
     with _sole_user(folder, progress):
+        files.clear(folder)
+        if local is not None:
+            return {file.name: _local(file, local, folder) for file in corpus.files}
         missing = [file for file in corpus.files if not _is_there(file, folder)]
         with downloading({file.name: file.max_bytes for file in missing}, progress) as report:
             for file in missing:
@@ -75,8 +78,6 @@ def digests(corpus: Corpus, folder: Path) -> dict[str, str | None]:
 
 def _local(file: PublishedFile, local: Path, folder: Path) -> Path:
     path = local / file.name
-    if not local.is_dir():
-        raise QKNormError(f"{local}: no such folder; --from names the one that has {file.name}")
     if not path.is_file():
         raise QKNormError(f"{path}: no such file")
     if path.stat().st_size > file.max_bytes:
@@ -112,10 +113,10 @@ def _check(file: PublishedFile, digest: str, origin: Path | str, folder: Path) -
 def _recorded(folder: Path) -> dict[str, str]:
     path = folder / RECORD
     try:
-        recorded = json.loads(path.read_text(encoding="utf-8"))
+        recorded = read_json(path)
     except FileNotFoundError:
         return {}
-    except ValueError:
+    except Unreadable:
         recorded = None
     if not isinstance(recorded, dict) or not all(isinstance(v, str) for v in recorded.values()):
         raise QKNormError(f"{path}: damaged; remove it to take the files as they are now")
@@ -196,9 +197,9 @@ def _receive(url: str, file: PublishedFile, part: Path, origin: Path, report: Re
 def _version_of_part(origin: Path, url: str) -> str | None:
     """What the server called the version that a part is of; None if it can't be continued."""
     try:
-        found = json.loads(origin.read_text(encoding="utf-8"))
+        found = read_json(origin)
         return str(found["version"]) if found["version"] and found["url"] == url else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, Unreadable, KeyError, TypeError):
         return None
 
 
@@ -280,8 +281,13 @@ def _reason(error: Exception) -> str:
 
 
 def _checked_mirror(mirror: str) -> str:
-    address = urlsplit(mirror)
-    if address.scheme not in ("http", "https") or not address.netloc:
+    try:
+        address = urlsplit(mirror)
+        whole = address.scheme in ("http", "https") and bool(address.hostname)
+        address.port  # noqa: B018  (an address has one that is a number, or none)
+    except ValueError:  # "http://[", "http://a:b"
+        whole = False
+    if not whole:
         raise QKNormError(f"{mirror!r} is no http:// or https:// address")
     return mirror.rstrip("/") + "/"
 

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from qknorm_fairseq.environment import environment
 from qknorm_fairseq.errors import QKNormError, complaint
-from qknorm_fairseq.files import copy, write_json, write_lines, write_text
+from qknorm_fairseq.files import clear, copy, write_json, write_lines, write_text
 from qknorm_fairseq.prepared_data import DESCRIPTION, SUBWORDS, Description
 from qknorm_fairseq.progress import Steps
 from qknorm_fairseq.reading import Unreadable, read_yaml
@@ -86,6 +86,7 @@ def execute(run: Run, steps: Steps) -> None:
     """
     check_data(run)
     with _sole_user(run.folder):
+        clear(run.folder)
         _claim(run)
         if is_done(run):
             steps.done(f"{run.title}: done before")

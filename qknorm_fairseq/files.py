@@ -10,12 +10,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
+HALF = (
+    ".tmp"  # what a file is called that is being written, hidden as it is: .score.json.x7_k2a.tmp
+)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -27,7 +30,8 @@ def write_bytes(path: Path, content: bytes) -> None:
     """The same for bytes."""
     with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
+        prefix = f".{path.name[:100]}."
+        descriptor, name = tempfile.mkstemp(HALF, prefix, path.parent)
         work = Path(name)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -40,6 +44,12 @@ def write_bytes(path: Path, content: bytes) -> None:
             work.unlink(missing_ok=True)
             raise
         _sync(path.parent)
+
+
+def clear(folder: Path) -> None:
+    """Take away what killed processes left half-written, of a folder that is ours alone now."""
+    for left in folder.glob(f".*{HALF}"):
+        left.unlink()
 
 
 def copy(source: Path, path: Path) -> None:
@@ -93,7 +103,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def sole_maker(path: Path) -> Iterator[None]:
+def sole_maker(path: Path, say_waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Wait until nobody else makes a directory beside `path`; take away what killed ones left.
 
     The lock is the folder's own, so no file stays behind. Where a network file system has no
@@ -103,7 +113,11 @@ def sole_maker(path: Path) -> Iterator[None]:
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say_waiting()
+                fcntl.flock(folder, fcntl.LOCK_EX)
         except OSError:
             pass
         else:

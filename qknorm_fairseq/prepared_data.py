@@ -10,7 +10,6 @@ A prepared folder holds
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from array import array
@@ -26,6 +25,7 @@ from qknorm_fairseq.corpora import SPLITS, VOCAB_SIZE, load_registry
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.files import new_directory, sha256, sole_maker, write_json, write_lines
 from qknorm_fairseq.parallel_text import ParallelText, Say
+from qknorm_fairseq.reading import Unreadable, read_json
 from qknorm_fairseq.subwords import Subwords, train_subwords
 from qknorm_fairseq.tokenization import MOSES, NONE, TOKENIZATIONS
 
@@ -60,12 +60,12 @@ class Description:
         """
         file = folder / DESCRIPTION
         try:
-            description = cls(**json.loads(file.read_text(encoding="utf-8")))
+            description = cls(**read_json(file))
         except FileNotFoundError:
             raise QKNormError(f"{file}: no such file; `qknorm prepare` makes it") from None
         except NotADirectoryError:
             raise QKNormError(f"{folder}: a file; name the folder that it is in") from None
-        except (ValueError, TypeError, RecursionError):
+        except (Unreadable, TypeError):
             description = None
         if description is None or description.tokenization not in TOKENIZATIONS:
             raise QKNormError(f"{file}: not written by this version of qknorm prepare")
@@ -205,7 +205,8 @@ def prepare(
             train = texts["train"]
             step = -(-2 * train.count // MOST_TRAINING_LINES)
             sample = list(islice(train.lines(), 0, None, step))
-            learned = train_subwords(sample, vocab_size, folder / SUBWORDS)
+            name = " and ".join(map(str, train.files))
+            learned = train_subwords(sample, vocab_size, folder / SUBWORDS, name=name)
             del sample
             if learned < vocab_size:
                 say(f"The text is too small for {vocab_size} subwords: {learned} learned")

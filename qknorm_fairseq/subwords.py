@@ -14,6 +14,9 @@ from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.files import write_lines
 from qknorm_fairseq.text import one_spaced
 
+MOST_BYTES = 100_000  # of a line that is learned from
+SPACE, RESERVED = "▁", "▅"  # sentencepiece has these for itself, and learns from no line with ▅
+
 
 class Subwords:
     """A sentencepiece model: raw text to pieces and back.
@@ -43,7 +46,7 @@ class Subwords:
         return self.model.encode(list(lines), num_threads=threads)  # type: ignore[no-any-return]
 
     def decode(self, pieces: Sequence[str]) -> str:
-        return one_spaced("".join(pieces).replace("▁", " "))
+        return one_spaced("".join(pieces).replace(SPACE, " "))
 
     @property
     def vocabulary(self) -> list[str]:
@@ -63,8 +66,13 @@ class Subwords:
         write_lines(file, [f"{piece} 1" for piece in self.vocabulary])
 
 
-def train_subwords(lines: Sequence[str], vocab_size: int, file: Path) -> int:
+def train_subwords(
+    lines: Sequence[str], vocab_size: int, file: Path, *, name: str = "the text"
+) -> int:
     """Train a BPE model on `lines` (both languages together) and write it to `file`.
+
+    Args:
+        name: of the text, for the message.
 
     Returns:
         the size of the vocabulary: less than `vocab_size` where the text is too small for it.
@@ -72,6 +80,12 @@ def train_subwords(lines: Sequence[str], vocab_size: int, file: Path) -> int:
     Raises:
         QKNormError: the text has too little in it, or too many characters for `vocab_size`.
     """
+    if not any(map(_is_learned_from, lines)):
+        raise QKNormError(
+            f"{name}: no line to learn subwords from: each is longer than {MOST_BYTES:,} bytes, "
+            f"holds {RESERVED} (U+2585) or nothing but {SPACE} (U+2581); write one sentence a "
+            "line, and leave these two characters out"
+        )
     characters = len({character for line in lines for character in line})
     # Every character becomes a piece of its own, unless a large writing system would fill the
     # vocabulary with its rarest ones.
@@ -85,20 +99,25 @@ def train_subwords(lines: Sequence[str], vocab_size: int, file: Path) -> int:
             vocab_size=vocab_size,
             character_coverage=coverage,
             normalization_rule_name="identity",
-            max_sentence_length=100_000,
+            max_sentence_length=MOST_BYTES,
             num_threads=1,  # more don't speed up BPE; one gives the same model everywhere
             minloglevel=2,
         )
     except RuntimeError as error:
         possible = re.search(r"too high.*?<= (\d+)", str(error))
         if possible and int(possible[1]) > 4:
-            return train_subwords(lines, int(possible[1]), file)
+            return train_subwords(lines, int(possible[1]), file, name=name)
         reason = str(error).strip().rpartition("] ")[2]
         if needed := re.search(r"smaller than required_chars.*? vs (\d+)", reason):
             reason = f"at least {needed[1]} are needed (--vocab-size)"
         raise QKNormError(
-            f"sentencepiece can't make {vocab_size} subwords of {len(lines)} lines with "
+            f"{name}: sentencepiece can't make {vocab_size} subwords of {len(lines)} lines with "
             f"{characters} different characters: {reason}"
         ) from None
     file.write_bytes(model.getvalue())
     return Subwords(file).model.get_piece_size()  # type: ignore[no-any-return]
+
+
+def _is_learned_from(line: str) -> bool:
+    text = set(line) - {SPACE, " "}
+    return bool(text) and RESERVED not in text and len(line.encode()) <= MOST_BYTES

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +101,12 @@ def train(run: Run) -> None:
 def _forget_after(updates: int, records: Path) -> None:
     """Take out of a log what came after the checkpoint from which training goes on."""
     kept = []
-    for line in records.read_text("utf-8").splitlines() if records.is_file() else ():
-        try:
+    text = records.read_text("utf-8", errors="replace") if records.is_file() else ""
+    for line in text.splitlines():
+        # One that is no record was cut off when it was killed.
+        with suppress(ValueError, AttributeError, TypeError, RecursionError):
             if json.loads(line).get("num_updates", 0) <= updates:
                 kept.append(line)
-        except ValueError:  # cut off when it was killed
-            pass
     write_lines(records, kept)
 
 

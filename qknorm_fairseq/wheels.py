@@ -25,20 +25,26 @@ def download(packages: tuple[Package, ...], folder: Path, *, progress: bool) -> 
     Raises:
         QKNormError: pip can't be used, or a wheel can't be had or isn't the pinned one.
     """
-    missing = [package for package in packages if not _is_there(package, folder)]
-    if not missing:
+    if all(_is_there(package, folder) for package in packages):
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    sizes = {str(package): package.size for package in missing}
-    with downloading(sizes, progress) as report:
-        for package in missing:
-            report(str(package), 0)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as work:
-                _pip_download(package, Path(work), report)
-                wheel = Path(work) / "wheel" / package.wheel
-                if not wheel.is_file():
-                    raise QKNormError(f"{package}: pip brought no {package.wheel}")
-                files.settle(wheel, folder / package.wheel)
+
+    def say_waiting() -> None:
+        if progress:
+            print(f"{folder}: waiting for another download", file=sys.stderr)
+
+    # pip's files are in .pip.xxxxxxxx: what a killed call left of them is taken away.
+    with files.sole_maker(folder / "pip", say_waiting):
+        missing = [package for package in packages if not _is_there(package, folder)]
+        sizes = {str(package): package.size for package in missing}
+        with downloading(sizes, progress) as report:
+            for package in missing:
+                report(str(package), 0)
+                with tempfile.TemporaryDirectory(dir=folder, prefix=".pip.") as work:
+                    _pip_download(package, Path(work), report)
+                    wheel = Path(work) / "wheel" / package.wheel
+                    if not wheel.is_file():
+                        raise QKNormError(f"{package}: pip brought no {package.wheel}")
+                    files.settle(wheel, folder / package.wheel)
 
 
 def _is_there(package: Package, folder: Path) -> bool:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import struct
 import subprocess
 import sys
 import venv
 import zipfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
 import polib
 import pytest
 import yaml
+from conftest import Run
 from faults import Fault
 
 from qknorm_fairseq import catalogues, cleaning
@@ -272,6 +275,43 @@ def test_an_interrupted_download_goes_on_with_what_is_missing(tmp_path: Path, in
     assert sorted(path.name for path in downloads.iterdir()) == [one.name, two.name]
 
 
+def test_what_a_killed_download_left_is_taken_away(
+    tmp_path: Path, index: Path, fault: Fault
+) -> None:
+    one = wheel(index, "one", {mo("one"): compiled(SENTENCES)})
+    known, killed = registry(tmp_path, [one]), tmp_path / "data/downloads/catalogues/.pip.x7_k2abc"
+    killed.mkdir(parents=True)
+    (killed / "half.whl").write_bytes(b"PK")
+    catalogues.fetch("gl-en", tmp_path / "data", registry=known)
+    assert content(killed.parent) == {one.name: one.read_bytes()}
+    fault("fetch", "catalogues: killed while pip downloads", "the next call takes its files away")
+
+
+def test_two_at_once_are_as_one(tmp_path: Path, index: Path, run: Run, fault: Fault) -> None:
+    """The second waits for the first's wheels; the corpus is that of one alone."""
+    names = ("one", "two", "three")
+    parts = [SENTENCES[:20], SENTENCES[20:40], SENTENCES[40:]]
+    made = [
+        wheel(index, name, {mo(name): compiled(texts)})
+        for name, texts in zip(names, parts, strict=True)
+    ]
+    known = registry(tmp_path, made)
+    alone = catalogues.fetch("gl-en", tmp_path / "alone", registry=known)
+
+    def fetch(_: int) -> subprocess.CompletedProcess[str]:
+        options = ("--registry", known.path, "--data-dir", "data", "--pair", "gl-en")
+        return run("qknorm", "fetch", "catalogues", *options, cwd=tmp_path, env=dict(os.environ))
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(fetch, range(2)))
+    assert [done.returncode for done in both] == [0, 0], [done.stderr for done in both]
+    said = "".join(done.stderr for done in both)
+    assert said.count("downloading one 1.0") == 1  # not once each
+    assert content(tmp_path / "data/corpora/catalogues/gl-en") == content(alone)
+    assert content(tmp_path / "data/downloads/catalogues").keys() == {path.name for path in made}
+    fault("fetch", "catalogues: two at once into one folder", "the second waits; the same corpus")
+
+
 def test_a_wheel_with_the_wrong_content_is_fetched_again(tmp_path: Path, index: Path) -> None:
     one = wheel(index, "one", {mo("one"): compiled(SENTENCES)})
     downloads = tmp_path / "data/downloads/catalogues"
@@ -406,6 +446,32 @@ def test_a_catalogue_whose_checksum_is_wrong_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"The red house", b"The red mouse"))
     with pytest.raises(QKNormError, match=rf"{mo('one')} is damaged \(Bad CRC-32"):
         catalogues.extract(path, package(path), "gl")
+
+
+PACKINGS = [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_damage_anywhere_is_one_line_or_harmless(packing: int, tmp_path: Path) -> None:
+    """A byte that is another, or the end that is missing: in each part of a wheel."""
+    path = tmp_path / "one-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", packing) as archive:
+        archive.writestr(mo("one"), compiled(SENTENCES[:5]))
+    whole = path.read_bytes()
+    good = catalogues.extract(path, package(path), "gl")
+    numbers, refused = random.Random(packing), 0
+    for _ in range(150):
+        damaged = bytearray(whole)
+        place = numbers.randrange(len(whole))
+        damaged[place] ^= numbers.randrange(1, 256)
+        path.write_bytes(damaged if numbers.random() < 0.8 else whole[:place])
+        try:
+            assert catalogues.extract(path, package(path), "gl") in (good, [])
+        except QKNormError as error:
+            refused += 1
+            assert str(path) in str(error)
+            assert "\n" not in str(error)
+    assert refused > 75
 
 
 def test_a_huge_catalogue_is_refused_unread(
@@ -702,7 +768,7 @@ def test_a_missing_registry_is_named(tmp_path: Path) -> None:
         ("train: 0", "training: 0", r"pairs: gl-en: train is missing"),
         ("gl-en:", "gl-pt:", r"pairs: 'gl-pt' is no pair with English"),
         ("catalogues:", "- catalogues:", r"corpora\.yaml: "),
-        ("catalogues:", "catalogues: [", r"corpora\.yaml: not a YAML file: "),
+        ("catalogues:", "catalogues: [", r"corpora\.yaml: not YAML: "),
     ],
 )
 def test_a_malformed_registry_says_where(

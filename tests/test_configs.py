@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 from conftest import PROJECT, Run
+from faults import Fault
 from omegaconf import OmegaConf
 
 from qknorm_fairseq import runs
@@ -218,3 +220,39 @@ def test_fairseq_refuses_an_unknown_key_or_value(
     assert done.returncode == 1
     assert named in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+DEFAULTS = "defaults: [{model: transformer}, _self_, {corpus: demo}, {ablation: none}]\n"
+# Configurations that are none: (file, what it holds, settings, what is said).
+NO_CONFIGURATIONS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
+    "model is a number": ("mine.yaml", f"{DEFAULTS}model: 7\n", (), ""),
+    "task is a list": ("mine.yaml", f"{DEFAULTS}task: [1]\n", (), ""),
+    "no data": ("mine.yaml", "{whole}", ("task.data=null",), "task.data must name the prepared f"),
+    "no YAML": ("mine.yaml", "model: [\n", (), "not YAML, or a file of its defaults is not: "),
+    "a default is no YAML": ("model/transformer.yaml", "a: b: c", ("model=transformer",), "YAML"),
+    "nested without end": ("mine.yaml", "[" * 5_000, (), "not YAML, or a file of its defaults"),
+    "a list": ("mine.yaml", "[1, 2]\n", (), ""),
+    "empty": ("mine.yaml", "", (), ""),
+    "no UTF-8": ("mine.yaml", "model: \udcff\n", (), ""),
+    "no date": ("mine.yaml", "model: 2024-13-45\n", (), ""),
+    "code": ("mine.yaml", "model: !!python/object/apply:os.system [touch ran]\n", (), "YAML"),
+}
+
+
+@pytest.mark.parametrize("name", NO_CONFIGURATIONS)
+def test_what_is_no_configuration(name: str, tmp_path: Path, fault: Fault) -> None:
+    configs = tmp_path / "configs"
+    shutil.copytree(PROJECT / "configs", configs)
+    whole = (configs / "demo.yaml").read_text(encoding="utf-8")
+    (configs / "mine.yaml").write_text(whole, encoding="utf-8")
+    file, content, settings, expected = NO_CONFIGURATIONS[name]
+    text = content.replace("{whole}", whole)
+    (configs / file).write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(QKNormError) as error:
+        runs.plan(configs, "mine", list(settings))
+    message = str(error.value)
+    assert message.startswith(f"{configs}/mine.yaml: ")
+    assert expected in message
+    assert "\n" not in message
+    assert not Path("ran").exists()
+    fault("configurations", f"a file of one: {name}", message)

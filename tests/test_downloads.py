@@ -131,10 +131,17 @@ def test_a_mirror_is_asked_instead(publisher: Publisher, obtain: Obtain, end: st
     assert paths["data.bin"].read_bytes() == OTHER
 
 
-@pytest.mark.parametrize("mirror", ["ftp://example.org/", "file:///etc/", "example.org", "http:"])
-def test_a_mirror_is_an_http_address(obtain: Obtain, mirror: str) -> None:
-    with pytest.raises(QKNormError, match="is no http:// or https:// address"):
+MIRRORS = (
+    *("ftp://example.org/", "file:///etc/", "example.org", "http:", "http://[", "http://[x]/"),
+    *("http://:80/", "http://example.org:x/", "http://example.org:99999/"),
+)
+
+
+@pytest.mark.parametrize("mirror", MIRRORS)
+def test_a_mirror_is_an_http_address(obtain: Obtain, mirror: str, fault: Fault) -> None:
+    with pytest.raises(QKNormError, match="is no http:// or https:// address") as error:
         obtain(mirror=mirror)
+    fault("fetch", f"--mirror {mirror}", str(error.value))
 
 
 def test_progress_is_a_plain_line_where_there_is_no_terminal(
@@ -149,6 +156,13 @@ def test_progress_is_a_plain_line_where_there_is_no_terminal(
         "downloading data.bin (0.3 MB)",
         "downloading data.bin (0.3 MB, from 0.2 MB on)",
     ]
+
+
+def test_what_a_killed_call_left_half_written_is_taken_away(obtain: Obtain, folder: Path) -> None:
+    folder.mkdir()
+    (folder / ".sha256.json.x7_k2abc.tmp").write_text("{")
+    obtain()
+    assert names(folder) == {"data.bin", "sha256.json"}
 
 
 def test_a_second_process_waits_for_the_first(
@@ -234,7 +248,9 @@ def test_a_part_that_is_already_whole_is_made_again(
     assert [wanted for _, wanted in publisher.asked] == [None, "bytes=300000-", None]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"url": 1, "version": null}', '"url"'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"url": 1, "version": null}', '"url"', "[" * 100_000]
+)
 def test_a_damaged_note_about_a_part_starts_again(
     publisher: Publisher, obtain: Obtain, folder: Path, content: str
 ) -> None:
@@ -337,7 +353,7 @@ def test_a_file_that_changed_since_the_first_download_is_refused(
     fault("fetch", "a file changed since its first download", str(caught.value))
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"data.bin": 1}', "\xff"])
+@pytest.mark.parametrize("content", ["{", "[]", '{"data.bin": 1}', "\xff", "[" * 100_000])
 def test_a_damaged_record_is_named(
     obtain: Obtain, folder: Path, content: str, fault: Fault
 ) -> None:
@@ -345,7 +361,7 @@ def test_a_damaged_record_is_named(
     (folder / "sha256.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(QKNormError, match=r"sha256\.json: damaged; remove it") as caught:
         obtain()
-    fault("fetch", f"a damaged record of hashes: {content!r}", str(caught.value))
+    fault("fetch", f"a damaged record of hashes: {content[:20]!r}", str(caught.value))
 
 
 # --- addresses ------------------------------------------------------------------------------
@@ -464,3 +480,44 @@ def test_a_malformed_registry_says_where(tmp_path: Path, old: str, new: str, mes
     path.write_text(text.replace(old, new))
     with pytest.raises(QKNormError, match=rf"corpora\.yaml: some.*{message}"):
         load_registry(path)
+
+
+REGISTRIES = {
+    "no date": b"some: {about: 2024-13-45}",
+    "no UTF-8": b"some: \xff",
+    "nested without end": b"[" * 5000,
+    "no number": b"some: 0x",
+    "a number of 5,000 digits": b"some: " + b"9" * 5000,
+    "code": b"some: !!python/object/apply:os.system [touch ran]",
+    "unhashable": b"{[1]: 2, {3: 4}: 5}",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", REGISTRIES)
+def test_what_is_no_registry(name: str, tmp_path: Path, fault: Fault) -> None:
+    path = tmp_path / "corpora.yaml"
+    path.write_bytes(REGISTRIES[name])
+    with pytest.raises(QKNormError) as error:
+        load_registry(path)
+    message = str(error.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    assert len(message) < 500
+    fault("fetch", f"a registry that is none: {name}", message)
+
+
+@pytest.mark.parametrize("number", ["0x" + "f" * 9000, "-1"], ids=["huge", "negative"])
+@pytest.mark.parametrize("old", ["max_bytes: 1000000", "train: 1"])
+def test_a_number_in_the_registry_that_counts_nothing(
+    old: str, number: str, tmp_path: Path, fault: Fault
+) -> None:
+    corpus(tmp_path, "http://127.0.0.1:1/")
+    path = tmp_path / "corpora.yaml"
+    key = old.partition(":")[0]
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, f"{key}: {number}"))
+    with pytest.raises(QKNormError, match=rf"{key} must be from 0 to 1,000,") as error:
+        load_registry(path)
+    fault("fetch", f"the registry's {key} is {number[:10]}", str(error.value))

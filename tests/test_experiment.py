@@ -25,6 +25,8 @@ from conftest import PROJECT, Run, clean_environment
 from faults import Fault
 from omegaconf import OmegaConf
 
+from qknorm_fairseq import cli
+from qknorm_fairseq import experiment as runner
 from qknorm_fairseq.checkpoints import load
 from qknorm_fairseq.scores import score_files, tokenize
 
@@ -37,6 +39,8 @@ SMALL = (
 )
 QKNORM = Path("runs/demo/xx-yy/transformer_qknorm_tiny/seed1")  # as configs/corpus names it
 TRANSFORMER = Path("runs/demo/xx-yy/transformer/seed1")
+
+TWELVE = ("model=transformer_qknorm_tiny,transformer", "optimization.max_update=12")
 
 Experiment = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -65,8 +69,7 @@ def both(
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """The folder and the outcome of the demo's comparison: two models, 12 updates each."""
     folder = tmp_path_factory.mktemp("both")
-    models = "model=transformer_qknorm_tiny,transformer"
-    done = experiment(folder, models, "optimization.max_update=12")
+    done = experiment(folder, *TWELVE)
     assert done.returncode == 0, done.stderr
     return folder, done
 
@@ -227,8 +230,7 @@ def test_what_is_done_is_not_done_again(
     before = {path: path.stat().st_mtime_ns for path in folder.glob("runs/**/*.*t*")}
     assert folder / QKNORM / "checkpoint_last.pt" in before
     started = time.monotonic()
-    models = "model=transformer_qknorm_tiny,transformer"
-    again = experiment(folder, models, "optimization.max_update=12")
+    again = experiment(folder, *TWELVE)
     assert again.returncode == 0, again.stderr
     assert time.monotonic() - started < 10  # a training takes longer to start
     assert again.stdout == first.stdout
@@ -272,6 +274,129 @@ def test_a_folder_is_not_used_for_other_data(
     assert done.returncode == 1
     assert f"{QKNORM}: was trained on other data than {prepared} holds now" in done.stderr
     fault("configurations", "a folder with a run on other data", done.stderr.splitlines()[0])
+
+
+@pytest.fixture
+def again(
+    prepared: Path,
+    copied: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Experiment:
+    """`again(settings...)`: the comparison once more, in `copied` and in this process.
+
+    An exception that would be a traceback fails the test; nothing is to be trained.
+    """
+    monkeypatch.chdir(copied)
+    monkeypatch.delenv("QKNORM_DEBUG", raising=False)
+    monkeypatch.setattr(runner, "train", None)
+
+    def call(*settings: object) -> subprocess.CompletedProcess[str]:
+        words = [*SMALL, f"task.data={prepared}", *map(str, (*TWELVE, *settings))]
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.run_app(lambda: runner.main("demo", words, PROJECT / "configs"))
+        except SystemExit as end:
+            code = int(end.code or 0)
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(words, code, said.out, said.err)
+
+    return call
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_run_with_a_score_is_kept_without_its_checkpoints(
+    again: Experiment, copied: Path, fault: Fault
+) -> None:
+    """They may have been removed for their size."""
+    for checkpoint in copied.glob("runs/**/*.pt"):
+        checkpoint.unlink()
+    before = content_of(copied / QKNORM)
+    assert {"score.json", "train.log", "train.jsonl"} <= before.keys()
+    done = again()
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("done before") == 2
+    other = again("optimization.max_update=13")
+    assert other.returncode == 1
+    assert "(optimization.max_update is 12 there, 13 here)" in other.stderr
+    assert content_of(copied / QKNORM) == before
+    fault(
+        "configurations",
+        "another configuration for a run with a score, but without checkpoints",
+        other.stderr.splitlines()[0],
+    )
+
+
+def test_a_score_without_a_configuration_is_nobody_s(
+    again: Experiment, copied: Path, fault: Fault
+) -> None:
+    (copied / QKNORM / "config.yaml").unlink()
+    before = content_of(copied / QKNORM)
+    done = again()
+    assert done.returncode == 1
+    (failure,) = [line for line in done.stderr.splitlines() if "score.json" in line]
+    assert f"{QKNORM}/config.yaml: missing, so that score.json may be of any run" in failure
+    assert done.stderr.count("done before") == 1
+    assert content_of(copied / QKNORM) == before
+    fault("configurations", "a score without its config.yaml", failure)
+
+
+DAMAGED_CONFIGS = {
+    "no YAML": b"model: [",
+    "no UTF-8": b"model: \xff",
+    "nested without end": b"[" * 50_000,
+    "no value": b"model: 2024-13-45",
+    "a number": b"7",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED_CONFIGS)
+def test_a_damaged_configuration_of_a_run(
+    kind: str, again: Experiment, copied: Path, fault: Fault
+) -> None:
+    (copied / QKNORM / "config.yaml").write_bytes(DAMAGED_CONFIGS[kind])
+    done = again()
+    assert done.returncode == 1
+    failure, *others = done.stderr.splitlines()
+    assert f"{QKNORM}: holds a run with another configuration (" in failure
+    assert "done before" in others[0]
+    assert others[1:] == ["qknorm: 1 of 2 runs failed; the same command retries them"]
+    assert done.stdout.splitlines()[-1].strip() == str(TRANSFORMER)
+    fault("configurations", f"config.yaml of a run is damaged: {kind}", failure)
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, "[]", '{"bleu_tok": NaN}', "{}", ""])
+def test_a_damaged_score_does_not_lose_the_other_run(
+    content: str, again: Experiment, copied: Path, fault: Fault
+) -> None:
+    (copied / QKNORM / "score.json").write_text(content)
+    done = again()
+    assert done.returncode == 1
+    failure, *others = done.stderr.splitlines()
+    assert f"{QKNORM}/score.json: " in failure
+    assert "done before" in others[0]
+    assert done.stdout.splitlines()[-1].strip() == str(TRANSFORMER)
+    fault("experiment", f"score.json of a run is {content[:20]!r}", failure)
+
+
+def test_what_the_system_refuses_one_run_does_not_lose_the_other(
+    again: Experiment, copied: Path, fault: Fault
+) -> None:
+    """A file stands where the first run's folder is to be."""
+    shutil.rmtree(copied / QKNORM)
+    (copied / QKNORM).touch()
+    done = again()
+    assert done.returncode == 1
+    failure, *others = done.stderr.splitlines()
+    assert f"{QKNORM}: a file, where a folder is needed" in failure
+    assert "done before" in others[0]
+    assert done.stdout.splitlines()[-1].strip() == str(TRANSFORMER)
+    fault("experiment", "a file where a run's folder is to be", failure)
 
 
 # ---------------------------------------------------------------------------------------------

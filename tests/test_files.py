@@ -56,3 +56,23 @@ def test_a_fault_between_two_renames(kind: str, out: Path, monkeypatch: pytest.M
     with files.sole_maker(out):
         assert (out / "text").read_text() == "old"
         assert list(out.parent.iterdir()) == [out]
+
+
+def test_half_a_file_that_a_kill_left_is_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("score.json", ".lock", ".hidden", "checkpoint_last.pt.tmp"):
+        (tmp_path / name).write_text("old")
+    before = set(tmp_path.iterdir())
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(os, "fsync", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            files.write_text(tmp_path / "score.json", "new")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / "score.json").read_text() == "old"
+    assert len(set(tmp_path.iterdir()) - before) == 1
+    files.clear(tmp_path)
+    assert set(tmp_path.iterdir()) == before

@@ -28,7 +28,7 @@ os.environ["no_proxy"] = "127.0.0.1"
 sys.argv = ["reproduction", *{arguments!r}]
 runpy.run_module("qknorm_fairseq.reproduction", run_name="__main__")
 """
-SMALL_WORK = re.compile(r"\..*\.[a-z0-9_]{8}$")
+SMALL_WORK = re.compile(r"\..*\.tmp$")
 # What appears in the folder when a step is at work: {run} is a model's folder.
 OF_DATA = {
     "fetching": "data/**/*.part*",

@@ -20,6 +20,8 @@ from faults import Fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from qknorm_fairseq.errors import QKNormError
+from qknorm_fairseq.prepared_data import prepare
 from qknorm_fairseq.subwords import Subwords, train_subwords
 from qknorm_fairseq.text import one_spaced, read_lines
 
@@ -677,3 +679,38 @@ def test_swapped_files_are_refused(
     assert "--valid" in done.stderr and "the other way round" in done.stderr
     assert not (tmp_path / "out").exists()
     fault("prepare", "source and target of --valid swapped", done.stderr)
+
+
+NOT_LEARNED_FROM = {
+    "lines of more than 100,000 bytes": "one two " * 15_000,
+    "U+2585 in every line": "one \u2585 two",
+    "nothing but U+2581": "\u2581 \u2581",
+}
+
+
+@pytest.mark.parametrize("name", NOT_LEARNED_FROM)
+def test_text_that_no_subwords_are_learned_from(name: str, tmp_path: Path, fault: Fault) -> None:
+    sides = (tmp_path / "t.xx", tmp_path / "t.yy")
+    for file in sides:
+        file.write_text(f"{NOT_LEARNED_FROM[name]}\n" * 3, encoding="utf-8")
+    splits = {"train": sides, "valid": sides}
+    with pytest.raises(QKNormError) as error:
+        prepare(splits, source_lang="xx", target_lang="yy", out=tmp_path / "out", say=list)
+    message = str(error.value)
+    assert message.startswith(f"{sides[0]} and {sides[1]}: no line to learn subwords from")
+    assert "write one sentence a line" in message
+    assert "\n" not in message
+    assert set(tmp_path.iterdir()) == set(sides)
+    fault("prepare", name, message)
+
+
+def test_a_few_lines_that_no_subwords_are_learned_from_do_no_harm(tmp_path: Path) -> None:
+    sides = (tmp_path / "t.xx", tmp_path / "t.yy")
+    for file in sides:
+        usual = "".join(f"one two three word{n % 7}\n" for n in range(100))
+        odd = "".join(f"{line}\n" for line in NOT_LEARNED_FROM.values())
+        file.write_text(usual + odd, encoding="utf-8")
+    splits = {"train": sides, "valid": sides}
+    out = tmp_path / "out"
+    made = prepare(splits, source_lang="xx", target_lang="yy", out=out, vocab_size=60, say=list)
+    assert made.sentences["train"] == 103

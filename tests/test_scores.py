@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,52 @@ def test_unreadable_files_are_an_error(run: Run, tmp_path: Path, fault: Fault) -
         assert done.stderr.count("\n") == 1
         assert expected in done.stderr
         fault("score", "no text: " + expected.rpartition(": ")[2], done.stderr)
+
+
+WORDS = [f"w{n % 17}" for n in range(301)]
+LONG, OTHER = " ".join(WORDS), " ".join(WORDS[::-1])
+
+
+@pytest.mark.parametrize("long", ["hypothesis", "reference"])
+def test_a_line_too_long_for_ter_is_named_and_has_the_other_scores(
+    long: str, run: Run, tmp_path: Path, fault: Fault
+) -> None:
+    """TER would take minutes over a text of such lines."""
+    sides = [["Yes.", LONG] * 10, ["Yes.", "w1 w2 w3"] * 10]
+    hyp, ref = write(tmp_path, *(sides if long == "hypothesis" else sides[::-1]))
+    done = run("qknorm", "score", hyp, ref)
+    assert done.returncode == 0
+    file = hyp if long == "hypothesis" else ref
+    assert done.stderr == (
+        f"qknorm: no TER: {file}, line 2: 301 words, and TER takes too long over more than 300; "
+        "write one sentence a line\n"
+    )
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["BLEU", "BLEU", "chrF"]
+    scores = json.loads(run("qknorm", "score", hyp, ref, "--json").stdout)
+    assert scores["ter"] is None
+    assert set(scores["signatures"]) == {"bleu_tok", "bleu", "chrf"}
+    fault("score", f"a {long} of 301 words", done.stderr)
+
+
+def test_long_lines_do_not_take_long() -> None:
+    said: list[str] = []
+    started = time.process_time()
+    scores = score([OTHER] * 200, [LONG] * 200, tokenized=False, say=said.append)
+    assert time.process_time() - started < 10
+    assert scores.ter is None
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("hypothesis", "reference", "edits"),
+    [(LONG, LONG, 0), (" ".join(WORDS[:300]), " ".join([*WORDS[:299], "end"]), 1)],
+    ids=["the reference itself", "300 words"],
+)
+def test_lines_that_are_not_too_long_for_ter(hypothesis: str, reference: str, edits: int) -> None:
+    said: list[str] = []
+    scores = score([hypothesis], [reference], tokenized=False, say=said.append)
+    assert scores.ter == pytest.approx(100 * edits / len(reference.split()))
+    assert not said
 
 
 def test_wrong_use_exits_2(run: Run) -> None:

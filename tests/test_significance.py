@@ -178,3 +178,17 @@ def test_bad_input_is_one_line(run: Run, tmp_path: Path, fault: Fault) -> None:
     fault("compare", "three empty files", done.stderr)
     with pytest.raises(QKNormError, match="60 hypotheses, but 59 references"):
         compare(BASE, SYSTEM, REFERENCES[:-1])
+
+
+@pytest.mark.parametrize("long", ["base", "system", "reference"])
+def test_a_line_too_long_for_ter(long: str, run: Run, tmp_path: Path, fault: Fault) -> None:
+    texts = {name: ["one two", "one two three"] for name in ("base", "system", "reference")}
+    texts[long] = ["one two", " ".join(["word"] * 301)]
+    files = write(tmp_path, **texts)
+    done = run("qknorm", "compare", *files, "--metric", "ter")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"qknorm: {tmp_path / long}, line 2: 301 words, and TER takes too long over more than 300; "
+        "write one sentence a line\n"
+    )
+    fault("compare", f"--metric ter and a {long} with a line of 301 words", done.stderr)
