@@ -6,11 +6,14 @@ being written, and during a validation. `--kills 200` kills more often.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import re
+import struct
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +76,7 @@ RECIPES = {
 KILLS = {"paper": 8, "fairseq's task": 4, "half precision": 4, "patience": 4}  # by default
 WITHOUT_GPU = "import torch; torch.Tensor.cuda = lambda tensor: tensor"
 CLOCK = re.compile(r"(.*_)?(wall|wps|ups|time)$")  # what no two trainings have alike
+LOADED = re.compile(r"Loaded checkpoint \S+ \(epoch \d+ @ (\d+) updates\)")
 LOGGED = re.compile(r"\| (train_inner|valid|train) \| (\{.*\})$", re.M)
 
 
@@ -210,7 +214,7 @@ def test_killed_again_and_again_it_ends_the_same(
 
     numbers = random.Random(1)
     wanted = KILLS[recipe] * request.config.getoption("--kills") / sum(KILLS.values())
-    kills = trainings = 0
+    kills = trainings = resumed = 0
     while kills < wanted:  # it may end before it was killed often enough
         trainings += 1
         killed, log = tmp_path / f"killed{trainings}", tmp_path / f"killed{trainings}.log"
@@ -225,10 +229,15 @@ def test_killed_again_and_again_it_ends_the_same(
         for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
             assert differences(content(straight, name), content(killed, name)) == []
         expected, found = losses(tmp_path / "straight.log"), losses(log)
+        last = max(int(update) for _, update in expected)
+        loaded = map(int, LOADED.findall(log.read_text("utf-8", errors="replace")))
+        resumed += sum(0 < update < last for update in loaded)
         assert found == {update: expected[update] for update in found}
         # fairseq logs an epoch's averages after it has saved: killed between, they stay unsaid.
         assert {kind for kind, _ in expected.keys() - found.keys()} <= {"train"}
-    fault("training", f"killed {kills} times ({recipe})", "same weights, state and losses")
+    assert resumed  # or each training may just have begun anew
+    happened = f"same weights, state and losses; {resumed} went on from a checkpoint"
+    fault("training", f"killed {kills} times ({recipe})", happened)
 
 
 SHORT = ("--optimizer", "adam_fused", "--lr", 0.01, "--max-update", 6)
@@ -246,19 +255,36 @@ def test_a_training_that_has_ended_does_nothing_more(
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir()} == before
 
 
+def cut_in_half(content: bytearray) -> None:
+    del content[len(content) // 2 :]
+
+
+def with_a_flipped_byte(content: bytearray) -> None:
+    """In the largest array, where torch itself sees nothing wrong."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        arrays = [member for member in archive.infolist() if "/data/" in member.filename]
+    largest = max(arrays, key=lambda member: member.file_size)
+    name, extra = struct.unpack_from("<HH", content, largest.header_offset + 26)
+    content[largest.header_offset + 30 + name + extra] ^= 0x41
+    torch.load(io.BytesIO(content), weights_only=False)
+
+
+@pytest.mark.parametrize("damage", [cut_in_half, with_a_flipped_byte])
 def test_a_damaged_checkpoint_is_named_and_left(
-    forks: Forks, data: Path, tmp_path: Path, fault: Fault
+    damage: Callable[[bytearray], None], forks: Forks, data: Path, tmp_path: Path, fault: Fault
 ) -> None:
     arguments = command(data, tmp_path / "run", *SHORT)
     forks.run(tmp_path / "log", *arguments)
     last = tmp_path / "run" / "checkpoint_last.pt"
-    half = last.read_bytes()[: last.stat().st_size // 2]
-    last.write_bytes(half)
+    content = bytearray(last.read_bytes())
+    damage(content)
+    last.write_bytes(content)
     assert forks.start(tmp_path / "again", *arguments).wait() == 1
     line = (tmp_path / "again").read_text("utf-8").splitlines()[-1]
     assert line.endswith(f"{last}: damaged, or no torch checkpoint; take another copy")
-    assert last.read_bytes() == half
-    fault("training", "fairseq-train goes on from a truncated checkpoint", line)
+    assert last.read_bytes() == content
+    done = damage.__name__.replace("_", " ")
+    fault("training", f"fairseq-train goes on from a checkpoint {done}", line)
 
 
 def test_each_training_of_a_process_has_a_best_checkpoint_of_its_own(
