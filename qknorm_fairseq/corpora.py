@@ -223,10 +223,10 @@ class _Entry:
         if name not in self.content:
             raise QKNormError(f"{self.where}: {name} is missing")
         value = self.content[name]
+        if kind is int and type(value) is int and not 0 <= value <= MOST:
+            raise QKNormError(f"{self.where}: {name} must be from 0 to {MOST:,}")
         # type(), not isinstance(): YAML's true would pass for a number.
         if type(value) is not kind:
             found = type(value).__name__
             raise QKNormError(f"{self.where}: {name} must be {kind.__name__}, not {found}")
-        if type(value) is int and not 0 <= value <= MOST:
-            raise QKNormError(f"{self.where}: {name} must be from 0 to {MOST:,}")
         return value

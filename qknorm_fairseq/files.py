@@ -23,7 +23,8 @@ HALF = (
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8 with Unix line ends: a reader sees the old file or the new one."""
-    write_bytes(path, text.encode("utf-8"))
+    # A name of bytes that are no UTF-8 is escaped, as JSON does it.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:

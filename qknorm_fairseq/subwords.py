@@ -30,8 +30,10 @@ class Subwords:
         Raises:
             QKNormError: there is no such file, or it is no sentencepiece model.
         """
+        self.model = sentencepiece.SentencePieceProcessor()
         try:
-            self.model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+            # Not by its name, which sentencepiece only takes as UTF-8.
+            self.model.LoadFromSerializedProto(file.read_bytes())
         except (OSError, RuntimeError):
             raise QKNormError(f"{file}: missing, or not a sentencepiece model") from None
         self.pieces = self.model.id_to_piece(list(range(self.model.get_piece_size())))

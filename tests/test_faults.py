@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 import pytest
 import torch
-from conftest import Files, Run
+from conftest import Files, Run, clean_environment
 from faults import Fault
 from test_report import run_folder
 
@@ -202,6 +203,37 @@ def test_hostile_text_stays_in_its_lines(qknorm: QKNorm, checkpoint: Path, fault
         fault("translate", name, "a translation in its line")
 
 
+def used(*arguments: object) -> tuple[float, float]:
+    """MB of memory at most and seconds of a processor that a command takes, in its own process."""
+    process = subprocess.Popen(
+        [Path(sys.executable).with_name("qknorm"), *map(str, arguments)],
+        stdout=subprocess.DEVNULL,
+        env=clean_environment(),
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime
+
+
+def test_hostile_text_takes_little_memory_and_time(
+    checkpoint: Path, tmp_path: Path, fault: Fault
+) -> None:
+    """More than a short sentence takes: neither grows with a line's length, nor with their number.
+
+    A megabyte of one line, kept with all that is searched for it, would take gigabytes.
+    """
+    files = {"short": ["Kalo mitu."], "hostile": [line for line in HOSTILE.values()] * 5}
+    for name, lines in files.items():
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    model = ("translate", "-c", checkpoint, "--cpu")
+    short, hostile = (used(*model, tmp_path / name) for name in files)
+    memory, seconds = (more - less for more, less in zip(hostile, short, strict=True))
+    assert memory < 400
+    assert seconds < 60
+    fault("translate", "40 hostile lines, 5 of them of 1 MiB", "at most 400 MB and 60 s more")
+
+
 def test_a_million_empty_lines(qknorm: QKNorm, checkpoint: Path, fault: Fault) -> None:
     started = time.process_time()
     done = qknorm("translate", "-c", checkpoint, "--cpu", input=b"\n" * 1_000_000)
@@ -314,6 +346,41 @@ def test_a_name_can_do_nothing_to_the_terminal(qknorm: QKNorm, fault: Fault) -> 
     name = "a\x1b]0;title\x07\nb\u202ec"
     message = refused(qknorm("score", name, name), r"a\x1b]0;title\x07\nb\u202ec: no such file")
     fault("score", "a file's name with control characters", message)
+
+
+NO_UTF8 = os.fsdecode(b"a\xff")
+ESCAPED = r"a\udcff"
+
+
+@pytest.mark.parametrize("command", ["score", "compare", "report", "report --json", "prepare"])
+def test_a_name_that_is_no_utf8(
+    command: str, run: Run, here: Path, parallel_files: Files, fault: Fault
+) -> None:
+    """Files may be called by any bytes; a terminal or a pipe gets what it can show."""
+    folder = here / NO_UTF8
+    folder.mkdir()
+    lines, missing = folder / "lines", folder / "missing"
+    lines.write_text("one two three four five\n")
+    if command.startswith("report"):
+        run_folder(folder, seed=1)
+    both = [*parallel_files["train"], "--valid", *parallel_files["valid"]]
+    calls: dict[str, tuple[object, ...]] = {
+        "score": (lines, missing),
+        "compare": (lines, lines, lines),
+        "report": (folder / "runs", "--no-attention"),
+        "report --json": (folder / "runs", "--no-attention", "--json"),
+        "prepare": ("--train", *both, "--vocab-size", 160, "--out", folder / "out", "--json"),
+    }
+    name = command.partition(" ")[0]
+    strict = {"PYTHONIOENCODING": "utf-8:strict"}  # as where there is a locale
+    done = run("qknorm", name, *calls[command], env=strict)
+    assert done.returncode == (command == "score"), done.stderr
+    assert "Traceback" not in done.stderr
+    said = done.stdout if command == "compare" else done.stderr
+    assert ESCAPED in said
+    if "--json" in command:
+        json.loads(done.stdout)
+    fault(name, "a file's name that is no UTF-8", f"shown as {ESCAPED}")
 
 
 # Checkpoints and vocabularies that don't belong together

@@ -24,6 +24,7 @@ from qknorm_fairseq.scores import score
 from qknorm_fairseq.subwords import Subwords, train_subwords
 from qknorm_fairseq.translator import Translator
 
+QKNORM = Path(sys.executable).with_name("qknorm")
 SMALL_FILES = ("sentencepiece.model", "dict.xx.txt", "dict.yy.txt", "qknorm.json")
 
 
@@ -176,6 +177,21 @@ def test_a_reader_that_stops_early_sees_no_traceback(
     )
     assert done.stdout.count(b"\n") == 1
     assert done.stderr == b""
+
+
+def test_a_closed_standard_input_is_told(checkpoint: Path, fault: Fault) -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" translate -c "$1" --cpu <&-', QKNORM, checkpoint],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "qknorm: standard input is closed: name a file, or give the text in a pipe\n"
+    )
+    fault("translate", "a closed standard input", done.stderr)
 
 
 def test_nothing_in_nothing_out(checkpoint: Path) -> None:
