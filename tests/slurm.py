@@ -3,15 +3,19 @@
 
 `install(folder)` puts sbatch, srun, squeue, sacct and scontrol into `folder/bin`. A job is a
 session of processes on this machine, `folder/queue/ID` holds its leader's number while it runs,
-`folder/ended/ID` the state that it ended in, and `folder/scripts` what sbatch was given.
+`folder/ended/ID` the state that it ended in, and `folder/scripts` what sbatch was given. Where
+`folder/kill` stands, sbatch kills who called it, once the jobs are in the queue; as long as
+`folder/hold` stands, jobs wait in it.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 COMMANDS = ("sbatch", "srun", "squeue", "sacct", "scontrol")
@@ -47,12 +51,19 @@ def sbatch(home: Path, script: str) -> None:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+    if (home / "kill").exists():
+        (home / "kill").unlink()
+        os.kill(os.getppid(), signal.SIGKILL)
     print(f"Submitted batch job {number}")
 
 
 def node(home: Path, job: str, script: str) -> None:
     """Run a job's script, again if it was requeued, then take it out of the queue."""
     array, _, task = job.partition("_")
+    while (home / "hold").exists():
+        if not (home / "queue" / job).exists():  # cancelled
+            return
+        time.sleep(0.05)
     ids = {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": task} if task else {}
     while True:
         process = subprocess.Popen(
@@ -79,13 +90,20 @@ def srun(home: Path, *arguments: str) -> None:
             for letter, what in (("%A", "ARRAY_JOB_ID"), ("%a", "ARRAY_TASK_ID")):
                 name = name.replace(letter, os.environ.get(f"SLURM_{what}", letter))
             files[option] = name
+            # submitit makes the folder when sbatch has ended; a cluster takes longer to start jobs.
+            deadline = time.monotonic() + 30
+            while not Path(name).parent.is_dir() and time.monotonic() < deadline:
+                time.sleep(0.05)
     with Path(files["--output"]).open("a") as output, Path(files["--error"]).open("a") as error:
         sys.exit(subprocess.run(rest, stdout=output, stderr=error, check=False).returncode)
 
 
 def squeue(home: Path, *arguments: str) -> None:
+    assert "--format=%i %T %j" in arguments
     for job in (home / "queue").iterdir():
-        print(job.name, "RUNNING")
+        script = (home / "scripts" / job.name.partition("_")[0]).read_text()
+        (name,) = re.findall(r"^#SBATCH --job-name=(.*)", script, re.MULTILINE)
+        print(job.name, "RUNNING", name)
 
 
 def sacct(home: Path, *arguments: str) -> None:

@@ -122,7 +122,11 @@ class Cluster:
 
     def signal(self, job: str, number: signal.Signals) -> None:
         """To every process of a job, as SLURM does."""
-        leader = int((self.home / "queue" / job).read_text())
+        file = self.home / "queue" / job
+        if (self.home / "hold").exists():  # it has no processes yet
+            file.unlink()
+            return
+        leader = int(file.read_text())
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 pid = int(stat.parent.name)
@@ -157,21 +161,40 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+def heard(process: subprocess.Popen[str], words: str) -> str:
+    """What the command says, up to the line with these words."""
+    assert process.stderr is not None
+    said = ""
+    while words not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    return said
+
+
+def interrupted(process: subprocess.Popen[str]) -> str:
+    """What the command says to Ctrl-C while it waits for its jobs."""
+    said = heard(process, "] jobs: ")
+    process.send_signal(signal.SIGINT)
+    code, _, rest = ended(process)
+    assert code == 130, said + rest
+    return said + rest
+
+
 def test_a_cluster_s_jobs_go_on_without_the_command(cluster: Cluster, fault: Fault) -> None:
     """Ctrl-C while it waits; the same command then waits for the same jobs."""
     settings = ("common.seed=1,2", "optimization.max_update=3", "hydra.launcher.partition=gpu")
-    first = cluster.start(*settings)
-    for seed in (1, 2):
-        wait_for(cluster.cwd / FOLDER / f"seed{seed}/job.json")
-    first.send_signal(signal.SIGINT)
-    code, _, said = ended(first)
-    assert code == 130
+    (cluster.home / "hold").touch()
+    said = interrupted(cluster.start(*settings))
     assert "the jobs go on without this command" in said
     assert "scancel 100)" in said
     fault("cluster", "Ctrl-C while jobs are in SLURM's queue", steps(said)[-1])
 
-    code, out, said = ended(cluster.start(*settings))
-    assert code == 0, said
+    second = cluster.start(*settings)
+    said = heard(second, "] jobs: ")
+    (cluster.home / "hold").unlink()
+    code, out, rest = ended(second)
+    assert code == 0, said + rest
     for seed in (1, 2):
         title = f"xx-yy transformer_qknorm_tiny seed {seed}"
         assert f"{title}: job 100_{seed - 1} of an earlier call" in said
@@ -182,6 +205,23 @@ def test_a_cluster_s_jobs_go_on_without_the_command(cluster: Cluster, fault: Fau
         assert f"#SBATCH --{option}\n" in script
     assert "#SBATCH --requeue\n" in script
     assert "gpus" not in script  # the demo is for a CPU
+
+
+def test_killed_while_sbatch_answers(cluster: Cluster, fault: Fault) -> None:
+    """Nobody heard the jobs' number: the same command knows them by their name, and waits."""
+    settings = ("common.seed=1,2", "optimization.max_update=3")
+    for file in ("hold", "kill"):
+        (cluster.home / file).touch()
+    code, _, said = ended(cluster.start(*settings))
+    assert code == -signal.SIGKILL, said
+    assert len(list((cluster.home / "queue").iterdir())) == 2
+
+    said = interrupted(cluster.start(*settings))
+    titles = [line for line in steps(said) if "of an earlier call" in line]
+    for seed, title in zip((1, 2), titles, strict=True):
+        assert title.startswith(f"xx-yy transformer_qknorm_tiny seed {seed}: job 100_{seed - 1} of")
+    assert len(cluster.scripts()) == 1  # nothing was submitted twice
+    fault("cluster", "killed while sbatch answers, and called again", titles[0])
 
 
 def test_a_job_that_slurm_ends(cluster: Cluster, fault: Fault) -> None:

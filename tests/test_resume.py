@@ -235,6 +235,8 @@ def test_killed_again_and_again_it_ends_the_same(
         assert found == {update: expected[update] for update in found}
         # fairseq logs an epoch's averages after it has saved: killed between, they stay unsaid.
         assert {kind for kind, _ in expected.keys() - found.keys()} <= {"train"}
+        if not resumed and trainings < 8:  # killed too early each time
+            wanted = max(wanted, kills + 1)
     assert resumed  # or each training may just have begun anew
     happened = f"same weights, state and losses; {resumed} went on from a checkpoint"
     fault("training", f"killed {kills} times ({recipe})", happened)
