@@ -73,7 +73,8 @@ def variants(kind: str, device: str) -> dict[str, list[str]]:
     ours = ["--arch", "transformer_qknorm", "--qknorm-length", "72", *blocks_off]
     own = ["--arch", "transformer", "--optimizer", "adam"]
     plain = [*ours, "--no-fast", "--optimizer", "adam"]
-    fast = [*ours, "--optimizer", "adam_fused"]
+    fused = ["--criterion", "label_smoothed_cross_entropy_fused"]
+    fast = [*ours, "--optimizer", "adam_fused", *fused]
     if kind == "decode":
         return {FAIRSEQ: own, PLAIN: plain, FAST: fast}
     if device == "cpu":

@@ -17,7 +17,12 @@ import torch
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from torch import Tensor, nn
 
-from qknorm_fairseq.criterion import LabelSmoothedCrossEntropyAllowed
+from qknorm_fairseq.criterion import (
+    LabelSmoothedCrossEntropyAllowed,
+    LabelSmoothedCrossEntropyFused,
+)
+from qknorm_fairseq.models import transformer_qknorm
+from qknorm_fairseq.modules.smoothed_loss import smoothed_loss
 
 EPS = 0.1
 V = 9
@@ -183,3 +188,59 @@ def test_loss_goes_down_in_training(tmp_path: Path) -> None:
         optimizer.step()
         losses.append(loss.item() / size)
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("bias", ["--output-bias", "--no-output-bias"])
+@pytest.mark.parametrize("fixnorm", ["--fixnorm", "--no-fixnorm"])
+def test_the_fused_loss_is_fairseqs(tmp_path: Path, fixnorm: str, bias: str) -> None:
+    """And what is logged; with its gradients, of a whole model on a padded batch."""
+    data = tiny.write_data(tmp_path)
+    built = tiny.build(data, "--word-dropout", 0, "--no-logit-mask", fixnorm, bias)
+    tiny.randomize(built.model)
+    model, sample = built.model.train(), tiny.batch(built.task)
+    assert (sample["target"] == PAD).any()
+    results = []
+    for kind in (LabelSmoothedCrossEntropyCriterion, LabelSmoothedCrossEntropyFused):
+        criterion = kind(built.task, sentence_avg=False, label_smoothing=EPS)
+        model.zero_grad()
+        loss, size, logged = criterion(model, sample)
+        (loss * 3).backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        results.append((loss.item(), size, {k: float(v) for k, v in logged.items()}, gradients))
+    (*expected, expected_gradients), (*found, gradients) = results
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert found[1] == expected[1]
+    assert found[2] == pytest.approx(expected[2], rel=1e-5)
+    for name, gradient in expected_gradients.items():
+        size = gradient.abs().max().item()
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("criterion", ["allowed", "fused"])
+def test_in_training_the_loss_is_fused_and_else_the_logits_are_asked_for(
+    tmp_path: Path, criterion: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = []
+
+    def watch(*arguments: Any) -> tuple[Tensor, Tensor]:
+        fused.append(True)
+        return smoothed_loss(*arguments)
+
+    monkeypatch.setattr(transformer_qknorm, "smoothed_loss", watch)
+    name = f"label_smoothed_cross_entropy_{criterion}"
+    data = tiny.write_data(tmp_path)
+    for options, training, expected in (
+        ((), True, True),
+        ((), False, False),
+        (("--no-fast",), True, False),
+        (("--report-accuracy",), True, False),
+    ):
+        fused.clear()
+        built = tiny.build(data, "--no-logit-mask", "--criterion", name, *options)
+        built.model.train(training)
+        loss, _, logged = built.criterion(built.model, tiny.batch(built.task))
+        assert loss.isfinite()
+        assert bool(fused) == expected, options
+        assert ("n_correct" in logged) == ("--report-accuracy" in options)
+    built = tiny.build(data, "--criterion", name, arch="transformer")  # it knows of no such thing
+    built.criterion(built.model.train(), tiny.batch(built.task))[0].backward()

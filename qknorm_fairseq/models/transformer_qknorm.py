@@ -57,6 +57,7 @@ from qknorm_fairseq.modules.initialization import small_init
 from qknorm_fairseq.modules.linear import project
 from qknorm_fairseq.modules.packing import Layout, Packed
 from qknorm_fairseq.modules.scale_norm import ScaleNorm
+from qknorm_fairseq.modules.smoothed_loss import Smoothing, smoothed_loss
 from qknorm_fairseq.modules.word_dropout import drop_words
 from qknorm_fairseq.vocabulary import fingerprint
 
@@ -521,16 +522,24 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
         return embedding
 
     def forward(
-        self, src_tokens: Tensor, src_lengths: Any, prev_output_tokens: Tensor, **kwargs: Any
+        self,
+        src_tokens: Tensor,
+        src_lengths: Any,
+        prev_output_tokens: Tensor,
+        smoothing: Smoothing | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """fairseq's forward, with word dropout on both inputs while training."""
+        """fairseq's forward, with word dropout on both inputs while training.
+
+        Given `smoothing` (if it `fuses_loss`), it returns loss and nll instead of logits.
+        """
         p = self.cfg.word_dropout
         if self.training and p > 0:
             src_tokens = drop_words(src_tokens, p, unk=self.unk, pad=self.pad)
             prev_output_tokens = drop_words(prev_output_tokens, p, unk=self.unk, pad=self.pad)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.cfg.bf16_autocast):
             if self.training and self.packs and not kwargs:
-                return self._forward_packed(src_tokens, prev_output_tokens)
+                return self._forward_packed(src_tokens, prev_output_tokens, smoothing)
             if not self.training:
                 self._log_g()
             return super().forward(src_tokens, src_lengths, prev_output_tokens, **kwargs)
@@ -545,7 +554,21 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
                         key = f"g_{side}_{number}_{kind}"
                         metrics.log_scalar(key, g.mean().item(), round=4)
 
-    def _forward_packed(self, src_tokens: Tensor, prev_output_tokens: Tensor) -> Any:
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether it can make the loss together with its last product: on CPUs, in training."""
+        projection = self.decoder.output_projection
+        weight = projection.weight
+        return (
+            self.packs
+            and type(projection) in (nn.Linear, OutputProjection)
+            and weight.device.type == "cpu"
+            and weight.dtype in (torch.float32, torch.float64)
+        )
+
+    def _forward_packed(
+        self, src_tokens: Tensor, prev_output_tokens: Tensor, smoothing: Smoothing | None
+    ) -> Any:
         """The same, but for what is made of padding: its logits are 0."""
         if src_tokens.device.type == "cpu":
             keep_freed_memory()
@@ -557,6 +580,14 @@ class TransformerQKNorm(TransformerModelBase):  # type: ignore[misc]
         if self.cfg.bf16_autocast:  # once for all layers
             encoded = encoded.bfloat16()
         features = self.decoder.forward_packed(prev_output_tokens, target, encoded, source)
+        if smoothing is not None:
+            table = self.decoder.output_projection
+            weight, allowed = table.weight, None
+            if isinstance(table, OutputProjection):
+                weight, allowed = table.rows(), table.allowed
+            golden = target.pack(smoothing.target.unsqueeze(2)).squeeze(1)
+            golden[target.tokens :] = self.pad  # the copies of the first
+            return smoothed_loss(features, weight, table.bias, allowed, golden, smoothing)
         logits = target.unpack(self.decoder.output_layer(features))
         return logits, {"attn": [None], "inner_states": None}
 

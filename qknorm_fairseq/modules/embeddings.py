@@ -58,10 +58,10 @@ class OutputProjection(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         rows = features.dim() == 2 and not torch.is_grad_enabled()
-        logits = (linear if rows else F.linear)(features, self._rows(), self.bias)
+        logits = (linear if rows else F.linear)(features, self.rows(), self.bias)
         return logits if self.allowed is None else logits.masked_fill(~self.allowed, float("-inf"))
 
-    def _rows(self) -> Tensor:
+    def rows(self) -> Tensor:
         """The table as it is multiplied with."""
         if not self.fixnorm:
             return self.weight
