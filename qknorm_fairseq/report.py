@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,12 @@ def _attention(results: Sequence[Result], notes: list[str], *, cpu: bool) -> Att
     missing = Missing()
     for run in finished:
         try:
-            statistics = of_run(run.folder, cpu=cpu)
+            statistics = of_run(run.folder, cpu=cpu, not_kept=partial(missing.add_unkept, run))
         except QKNormError as error:
             missing.add("attention statistics", run, error)
         else:
             found[run.model].append(statistics)
-    notes += missing.lines()
+    notes += [line for line in missing.lines() if line not in notes]
     return dict(found)
 
 

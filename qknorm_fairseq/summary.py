@@ -273,7 +273,9 @@ def _difference(
     for seed in sorted(of_seed.keys() & base.keys()):
         run = of_seed[seed]
         try:
-            found, known = test_set.significance(run, base[seed], test_set.locate(run))
+            found, known = test_set.significance(
+                run, base[seed], test_set.locate(run), missing
+            )
         except QKNormError as error:
             missing.add("significance over the test set", run, error)
             continue
