@@ -116,9 +116,7 @@ def significance(
         tokenized = where.description.tokenized
         return asdict(compare_files(*files, metric=METRIC, lang=where.lang, tokenized=tokenized))
 
-    found, known = _kept(
-        run, f"against {base.model} seed {base.seed}", files, compute, missing
-    )
+    found, known = _kept(run, f"against {base.model} seed {base.seed}", files, compute, missing)
     for result, value in ((base, found["base"]), (run, found["system"])):
         if result.score is None or abs(result.score[METRIC] - value) > 0.005:
             raise QKNormError(
