@@ -204,10 +204,7 @@ def page(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # Names of models and folders may be broken where a part of them ends.
-    environment.filters["breakable"] = lambda text: Markup(
-        re.sub(r"([_/+])", r"\1<wbr>", str(escape(text)))
-    )
+    environment.filters["breakable"] = lambda text: Markup(_breakable(str(escape(text))))
     return environment.get_template("report.html").render(
         report=report,
         tables=tables,
@@ -215,6 +212,12 @@ def page(report: Report) -> str:
         over_pairs=_over_pairs(report),
         version=qknorm_fairseq.__version__,
     )
+
+
+def _breakable(html: str) -> str:
+    """Names of models and folders may be broken where a part of them ends, `gl-en` never."""
+    html = re.sub(r"\b[a-z]{2,3}-[a-z]{2,3}\b", r'<span class="whole">\g<0></span>', html)
+    return re.sub(r"([_+]|(?<!<)/)", r"\1<wbr>", html)
 
 
 def markdown(report: Report) -> str:

@@ -89,12 +89,15 @@ def of_attention(sharpness: Sequence[Sharpness]) -> list[Table]:
     rows = []
     for one in sharpness:
         for name, own in one.modules.items():
-            rows.append([one.model, name.replace("_", " "), *_sharp(own, one.base_modules[name])])
-        rows.append([one.model, "mean", *_sharp(one.mean, one.base_mean)])
+            rows.append([name.replace("_", " "), one.model, *_sharp(own, one.base_modules[name])])
+        rows.append(["mean", one.model, *_sharp(one.mean, one.base_mean)])
     table = Table(
         "Attention: entropy, as a share of its maximum, and rows with a weight over 0.99 "
         "(mean over the seeds)",
-        ("model", "module", "entropy", "baseline's", "saturated rows", "baseline's"),
+        (
+            *("module", "model", "entropy", "baseline's entropy"),
+            *("saturated rows", "baseline's saturated rows"),
+        ),
         rows,
         left=2,
     )

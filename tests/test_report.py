@@ -595,7 +595,7 @@ def test_attention_beside_the_baselines(
     for text in (printed, parser.text, written):
         assert text.count(sentence) == 2
         assert text.count(over_pairs) == 1
-    row = f"| {QKNORM} | encoder 1 self | 0.50 | 0.40 | 11.0% | 30.0% |"
+    row = f"| encoder 1 self | {QKNORM} | 0.50 | 0.40 | 11.0% | 30.0% |"
     assert written.count(row) == 2
     assert written.index(sentence) < written.index(row)
     assert "30.0%" in parser.text and "30.0%" not in printed

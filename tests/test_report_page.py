@@ -62,6 +62,10 @@ def test_the_page_in_a_browser(report: Path) -> None:
                 assert overflowing(browser, size[0]) == [], size
                 heading = browser.run("getComputedStyle(document.querySelector('thead')).position")
                 assert heading == ("absolute" if size != DESKTOP else "static")  # cards on a phone
+                parts = browser.run(
+                    "[...document.querySelectorAll('td')].map(td => td.children.length)"
+                )
+                assert set(parts) == {0, 1}  # a cell's text in one piece beside its label
             colours[scheme] = browser.run(background)
         assert colours["light"] == "rgb(255, 255, 255)"
         assert colours["dark"] != colours["light"]
