@@ -8,7 +8,7 @@ is over SATURATED. Rows of a single visible key can be nothing else and are left
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,19 @@ CACHE = "attention.json"
 MAX_TOKENS = 2000  # of one batch: all heads of all layers are kept at once
 
 
-def of_run(folder: Path, *, cpu: bool) -> dict[str, dict[str, float]]:
+def of_run(
+    folder: Path, *, cpu: bool, not_kept: Callable[[OSError], None] = lambda error: None
+) -> dict[str, dict[str, float]]:
     """Entropy and saturation of each attention of a run's best checkpoint, over its test set.
 
     The decoder reads the reference (teacher forcing). The result is kept in the folder
-    (`attention.json`) and valid as long as the checkpoint is the same.
+    (`attention.json`) and valid as long as the checkpoint and the test set are the same; where
+    the test set is not here (a run carried elsewhere), for the one that it was computed on.
 
     Args:
         folder: a run's; where its data is, its configuration says.
         cpu: use the CPU even where there is a GPU.
+        not_kept: hears why the result could not be written into the folder.
 
     Returns:
         for each module (`encoder_1_self`, `decoder_1_self`, `decoder_1_cross`, ...) the mean over
@@ -55,12 +59,18 @@ def of_run(folder: Path, *, cpu: bool) -> dict[str, dict[str, float]]:
     checkpoint, cache = folder / BEST, folder / CACHE
     if not checkpoint.is_file():
         raise QKNormError(f"{checkpoint}: no such checkpoint")
-    key = {"checkpoint_sha256": sha256(checkpoint), "saturated": SATURATED}
     known = _read(cache)
-    if all(known.get(name) == value for name, value in key.items()):
+    files = _test_files(folder)
+    here = all(file.is_file() for file in files)
+    key = {
+        "checkpoint_sha256": sha256(checkpoint),
+        "test_sha256": list(map(sha256, files)) if here else known.get("test_sha256"),
+        "saturated": SATURATED,
+    }
+    if key["test_sha256"] and all(known.get(name) == value for name, value in key.items()):
         return known["modules"]  # type: ignore[no-any-return]
     translator = Translator(checkpoint, data=folder, cpu=cpu)
-    batches = list(_batches(translator, *_test_set(folder)))
+    batches = list(_batches(translator, *_read_test_set(files)))
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task(f"{folder}: attention", total=len(batches))
         if not console.is_terminal:
@@ -70,7 +80,10 @@ def of_run(folder: Path, *, cpu: bool) -> dict[str, dict[str, float]]:
             for batch in progress.track(batches, task_id=task)
         )
         modules = statistics(translator.models[0], on_device)
-    write_json(cache, {**key, "modules": modules})
+    try:
+        write_json(cache, {**key, "modules": modules})
+    except OSError as error:
+        not_kept(error)
     return modules
 
 
@@ -129,7 +142,7 @@ def _read(cache: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) and "modules" in content else {}
 
 
-def _test_set(folder: Path) -> tuple[list[str], list[str]]:
+def _test_files(folder: Path) -> list[Path]:
     """The test text of a run, source and target, as the model is used to it: text or tokens."""
     file = folder / CONFIG
     try:
@@ -140,7 +153,10 @@ def _test_set(folder: Path) -> tuple[list[str], list[str]]:
         raise QKNormError(f"{file}: no configuration of a run ({type(error).__name__})") from None
     description = Description.load(folder)
     data = locate(data, folder) or data
-    files = [data / f"test.{lang}" for lang in (description.source_lang, description.target_lang)]
+    return [data / f"test.{lang}" for lang in (description.source_lang, description.target_lang)]
+
+
+def _read_test_set(files: list[Path]) -> tuple[list[str], list[str]]:
     source, target = (read_lines(each) for each in files)
     if len(source) != len(target) or not source:
         raise QKNormError(

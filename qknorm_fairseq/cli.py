@@ -388,7 +388,7 @@ def report(
     if as_json:
         print(json.dumps(made.as_json()))
     else:
-        reports.show(made)
+        reports.show(made, out)
     say(f"Written: {out / 'report.html'}, report.md, report.json and plots/ beside it")
 
 

@@ -33,13 +33,13 @@ def differences(run: Result, base: Result) -> list[str]:
     """What sets a run apart from its baseline beyond the factor that is compared.
 
     Left out are NEUTRAL, FACTOR between two models, and the settings of the ablation that the
-    model's name says. A setting that others repeat (`optimization.lr`, `optimizer.lr`) is named
-    once.
+    model's name says; these and FACTOR as long as they are what the name means. A setting that
+    others repeat (`optimization.lr`, `optimizer.lr`) is named once.
 
     Returns:
         "dataset.max_tokens: 1000, not 4096" and so on: the run's value, then the baseline's.
     """
-    allowed = NEUTRAL | _ablation(run.model) | _ablation(base.model)
+    allowed = NEUTRAL | _ablation(run.model).keys() | _ablation(base.model).keys()
     if run.model != base.model:
         allowed |= FACTOR
     here, there = _settings(run), _settings(base)
@@ -47,7 +47,11 @@ def differences(run: Result, base: Result) -> list[str]:
         return ["config.yaml: not there, so nothing is known of the settings"]
     if _made_from(run) and _made_from(run) == _made_from(base):
         allowed |= {"task.data"}  # the same data, wherever it was
-    found, named = [], set()
+    found, named = list[str](), set[tuple[str, ...]]()
+    for key, value in _of_name(run.model).items():
+        if key in here and here[key] != value:
+            named.add((key.rpartition(".")[2], str(here[key]), str(there.get(key))))
+            found.append(f"{key}: {here[key]}, not {value} as {run.model} has it")
     for key in dict.fromkeys([*here, *there]):
         values = here.get(key), there.get(key)
         what = (key.rpartition(".")[2], *map(str, values))
@@ -109,8 +113,20 @@ def flat(content: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return settings
 
 
-def _ablation(model: str) -> set[str]:
+def _of_name(model: str) -> dict[str, Any]:
+    """The settings of FACTOR and of ablations as a model's name means them."""
+    from qknorm_fairseq.models.transformer_qknorm import SCALENORM, QKNormOptions
+
+    own = {one.name: one.default for one in fields(QKNormOptions) if one.name != "_name"}
+    if model.startswith("transformer_scalenorm"):
+        own |= SCALENORM
+    factor = {f"model.{name}": value for name, value in own.items() if f"model.{name}" in FACTOR}
+    return factor | _ablation(model)
+
+
+def _ablation(model: str) -> dict[str, Any]:
     """The settings that the ablations in a model's name are about, by configs/ablation/."""
     files = [config_folder() / "ablation" / f"{name}.yaml" for name in model.split("+")[1:]]
     contents = [yaml.safe_load(file.read_text("utf-8")) for file in files if file.is_file()]
-    return {key for content in contents for key in flat(content)}
+    settings = {key: value for content in contents for key, value in flat(content).items()}
+    return {key: value for key, value in settings.items() if not key.startswith("hydra.")}

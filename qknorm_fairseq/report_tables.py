@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qknorm_fairseq.seeds import LEVEL, Spread
+from qknorm_fairseq.sharpness import Sharpness
 from qknorm_fairseq.summary import (
     PAPER,
     PAPER_AVERAGE,
@@ -17,16 +18,21 @@ from qknorm_fairseq.summary import (
 )
 
 NONE = "–"
+NOTE = (
+    f"A seed is better or worse where both the paired bootstrap and the approximate randomization "
+    f"give p < {LEVEL} over the test set; p over the seeds is Welch's t-test's."
+)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Text in rows; the first `left` columns are words, the others numbers."""
+    """Text in rows; the first `left` columns are words, the others numbers. A note goes below."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: int = 1
+    note: str = ""
 
 
 def of_group(group: Group) -> list[Table]:
@@ -34,7 +40,7 @@ def of_group(group: Group) -> list[Table]:
     paper = any(row.paper is not None for row in group.rows)
     bases = {row.difference.base for row in group.rows if row.difference is not None}
     scores = Table(
-        "Scores: mean ± standard deviation over the seeds; p by bootstrap and by Welch's t-test",
+        "Scores: mean ± standard deviation over the seeds",
         (
             *("model", "seeds", "tokenized BLEU", "BLEU", "chrF", "difference"),
             *(f"p < {LEVEL} on the test set", "p over seeds"),
@@ -49,24 +55,26 @@ def of_group(group: Group) -> list[Table]:
             ]
             for row in group.rows
         ],
+        note=NOTE if bases else "",
     )
+    against = f", against {', '.join(bases)}" if len(bases) == 1 else ""
     tests = Table(
-        "Tokenized BLEU over the test set, seed by seed",
+        f"Tokenized BLEU over the test set, seed by seed{against}",
         (
-            *("model", "against", "seed", "difference", "95% interval"),
+            *("model", *([] if against else ["against"]), "seed", "difference", "95% interval"),
             *("p (bootstrap)", "p (randomization)"),
         ),
         [
             [
-                *(row.model, row.difference.base, str(test.seed), f"{test.difference:+.2f}"),
-                interval(test.interval),
+                *(row.model, *([] if against else [row.difference.base]), str(test.seed)),
+                *(f"{test.difference:+.2f}", interval(test.interval)),
                 *map(p_value, (test.p_bootstrap, test.p_randomization)),
             ]
             for row in group.rows
             if row.difference is not None
             for test in row.difference.tests
         ],
-        left=2,
+        left=2 if against else 3,
     )
     cost = Table(
         "Cost (mean over the seeds)",
@@ -74,6 +82,37 @@ def of_group(group: Group) -> list[Table]:
         [[row.model, *_cost(row)] for row in group.rows],
     )
     return [table for table in (scores, tests, cost) if table.rows]
+
+
+def of_attention(sharpness: Sequence[Sharpness]) -> list[Table]:
+    """Entropy and saturated rows of each attention of the models beside their baselines'."""
+    rows = []
+    for one in sharpness:
+        for name, own in one.modules.items():
+            rows.append([name.replace("_", " "), one.model, *_sharp(own, one.base_modules[name])])
+        rows.append(["mean", one.model, *_sharp(one.mean, one.base_mean)])
+    table = Table(
+        "Attention: entropy, as a share of its maximum, and rows with a weight over 0.99 "
+        "(mean over the seeds)",
+        (
+            *("module", "model", "entropy", "baseline's entropy"),
+            *("saturated rows", "baseline's saturated rows"),
+        ),
+        rows,
+        left=2,
+    )
+    return [table] if rows else []
+
+
+def attention_line(one: Sharpness, where: str = "") -> str:
+    """What the attention of a model is beside its baseline's, in a sentence."""
+    n = len(one.modules)
+    return (
+        f"Attention of {one.model} against {one.base}{where}: fewer saturated rows (one weight "
+        f"over 0.99) in {one.fewer_saturated} of {n} modules, {one.mean['saturated']:.1%} against "
+        f"{one.base_mean['saturated']:.1%} on average; higher entropy in {one.higher_entropy} of "
+        f"{n}, {one.mean['entropy']:.2f} against {one.base_mean['entropy']:.2f} of its maximum"
+    )
 
 
 def of_averages(averages: Sequence[Average]) -> Table:
@@ -90,6 +129,12 @@ def of_averages(averages: Sequence[Average]) -> Table:
             for one in averages
         ],
         left=4,
+        note="; ".join(
+            f"{one.model} and {one.base} have not finished the same seeds of "
+            f"{', '.join(one.unequal)}: the difference there is that of the means of all"
+            for one in averages
+            if one.unequal
+        ),
     )
 
 
@@ -149,7 +194,7 @@ def _difference(d: Difference | None, *, is_base: bool) -> tuple[str, str, str]:
     """The difference, in how many seeds it is significant over the test set, and p over seeds."""
     if d is None:
         return ("baseline" if is_base else "nothing to compare with", NONE, NONE)
-    clear = [test for test in d.tests if test.p_bootstrap < LEVEL]
+    clear = [test for test in d.tests if max(test.p_bootstrap, test.p_randomization) < LEVEL]
     worse = sum(test.difference < 0 for test in clear)
     parts = [(len(clear) - worse, "better"), (worse, "worse")]
     counts = ", ".join(f"{n} {word}" for n, word in parts if n) or "none"
@@ -158,6 +203,11 @@ def _difference(d: Difference | None, *, is_base: bool) -> tuple[str, str, str]:
         f"{counts} of {len(d.tests)}" if d.tests else NONE,
         p_value(d.welch_p) if d.welch_p is not None else NONE,
     )
+
+
+def _sharp(own: Mapping[str, float], base: Mapping[str, float]) -> list[str]:
+    entropies = [f"{of['entropy']:.2f}" for of in (own, base)]
+    return [*entropies, *(f"{of['saturated']:.1%}" for of in (own, base))]
 
 
 def _cost(row: Row) -> list[str]:

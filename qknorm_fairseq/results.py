@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,15 +120,16 @@ class Result:
         return Path(str(self.config.get("task", {}).get("data", "")))
 
 
-def find(runs: Path) -> tuple[list[Result], list[Path]]:
-    """All runs below a folder, and what else there looks like a training.
+def find(runs: Path) -> tuple[list[Result], list[str]]:
+    """All runs below a folder, and what else there looks like one.
 
     Args:
         runs: a folder of corpora, of one corpus or of one pair.
 
     Returns:
-        the runs in order of corpus, pair, model and seed; folders that hold checkpoints without
-        being a run's (what fairseq-train was told to write there, say).
+        the runs in order of corpus, pair, model and seed; a line for each folder that is left
+        out: with checkpoints, but not named as a run's is (what fairseq-train was told to write
+        there, say), the second of a run, or a link, which is not followed.
 
     Raises:
         QKNormError: there is no such folder, or no run in it, or a `score.json` is damaged.
@@ -138,20 +140,42 @@ def find(runs: Path) -> tuple[list[Result], list[Path]]:
         raise QKNormError(
             f"{runs}: no such folder; scripts/reproduce.sh and scripts/demo.sh make it"
         )
-    results, others = [], []
+    found: dict[tuple[str, str, str, int], list[Result]] = defaultdict(list)
+    left_out = []
     for name, folders, files in os.walk(runs):
         folder = Path(name)
+        folders.sort()
+        left_out += [
+            f"{link.relative_to(runs)}: a link to {link.readlink()}, not followed; left out"
+            for link in (folder / each for each in folders)
+            if link.is_symlink()
+        ]
         parts = folder.resolve().parts  # `runs` itself may be one of them
         seed = re.fullmatch(r"seed(\d+)", parts[-1])
         if seed and len(parts) > 4:
             corpus, pair, model = parts[-4:-1]
-            results.append(Result(folder, corpus, pair, model, int(seed[1]), _score(folder)))
+            result = Result(folder, corpus, pair, model, int(seed[1]), _score(folder))
+            found[corpus, pair, model, result.seed].append(result)
             folders.clear()
         elif any(re.fullmatch(r"checkpoint.*\.pt", file) for file in files):
-            others.append(folder)
-    if not results:
-        raise QKNormError(f"{runs}: no runs in it (<corpus>/<pair>/<model>/seed<N>)")
-    return sorted(results, key=lambda r: (r.corpus, r.pair, r.model, r.seed)), sorted(others)
+            left_out.append(
+                f"{folder.relative_to(runs)}: checkpoints, but no run's folder; left out"
+            )
+    if not found:
+        links = f"; {left_out[0]}" if left_out else ""
+        raise QKNormError(f"{runs}: no runs in it (<corpus>/<pair>/<model>/seed<N>){links}")
+    results = []
+    for _, (first, *others) in sorted(found.items()):
+        # A finished one counts, the first by name among several.
+        kept = next((run for run in (first, *others) if run.score is not None), first)
+        results.append(kept)
+        left_out += [
+            f"{run.folder.relative_to(runs)}: the same pair, model and seed as "
+            f"{kept.folder.relative_to(runs)}; left out"
+            for run in (first, *others)
+            if run is not kept
+        ]
+    return results, sorted(left_out)
 
 
 def _score(folder: Path) -> Mapping[str, Any] | None:

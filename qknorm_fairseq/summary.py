@@ -25,7 +25,8 @@ PAPER = {
 }
 FAIRSEQ, SCALENORM = "transformer", "transformer_scalenorm"
 PAPER_CORPORA = ("iwslt15", "ted")  # of the five pairs, en-vi is from the first
-PAPER_AVERAGE = 0.928  # tokenized BLEU, over these five pairs
+PAPER_PAIRS = {"ar-en", "en-he", "en-vi", "gl-en", "sk-en"}
+PAPER_AVERAGE = 0.928  # tokenized BLEU, over all of these
 
 
 @dataclass(frozen=True)
@@ -97,19 +98,25 @@ class Group:
 
 @dataclass(frozen=True)
 class Average:
-    """The mean over pairs of a model's differences to the baseline."""
+    """The mean over pairs of a model's differences to the baseline.
+
+    Attributes:
+        unequal: the pairs where the two have not finished the same seeds.
+        paper: only where the pairs are the paper's five.
+    """
 
     corpora: str
     model: str
     base: str
     pairs: list[str]
     difference: float
+    unequal: list[str]
     paper: float | None
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A run without a score."""
+    """A run without a score, or without a folder though others let expect one."""
 
     folder: str
     corpus: str
@@ -157,9 +164,29 @@ def summarize(
         for result in results
         if result.score is None
     ]
+    for own in by_pair.values():
+        unfinished += _without_folder(own, runs)
+    unfinished.sort(key=lambda run: (run.corpus, run.pair, run.model, run.seed))
     counts = [len(row.seeds) for group in groups for row in group.rows]
     notes = [what_they_show(counts)] if counts else []
     return Summary(groups, averages(groups), unfinished, notes)
+
+
+def _without_folder(results: Sequence[Result], runs: Path) -> list[Unfinished]:
+    """The seeds that some models of a pair have a folder for, and others not."""
+    seeds = sorted({result.seed for result in results})
+    there = {(result.model, result.seed) for result in results}
+    first = {result.model: result for result in reversed(results)}
+    return [
+        Unfinished(
+            str(like.folder.relative_to(runs).parent / f"seed{seed}"),
+            *(like.corpus, like.pair, model, seed),
+            "missing: no folder, though another model has this seed",
+        )
+        for model, like in first.items()
+        for seed in seeds
+        if (model, seed) not in there
+    ]
 
 
 def baseline_of(model: str, models: Sequence[str], wanted: str | None) -> str | None:
@@ -202,13 +229,24 @@ def _group(
     counts = sorted({int(r.score["test_sentences"]) for r in results if r.score is not None})
     if len(counts) > 1:
         notes.append(f"the runs were scored on test sets of {counts} sentences: not comparable")
-    # TER is not shown here, and some runs may have none.
-    signatures = {tuple((k, v) for k, v in row.signatures.items() if k != "ter") for row in rows}
-    if len(signatures) > 1:
-        notes.append("the models were not scored in the same way: their signatures differ")
+    notes += _signatures_that_differ(results)
     lengths = test_set.lengths(finished, missing, say)
     notes = [*dict.fromkeys(notes), *missing.lines()]
     return Group(corpus, pair, counts[0] if counts else None, rows, lengths, notes)
+
+
+def _signatures_that_differ(results: Sequence[Result]) -> list[str]:
+    """A line for each metric that not all runs were scored by in the same way."""
+    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for run in results:
+        for metric, signature in (run.score or {}).get("signatures", {}).items():
+            found[metric][str(signature)].append(f"{run.model} seed {run.seed}")
+    return [
+        f"{metric}: not all runs were scored in the same way: "
+        + "; ".join(f"{signature} for {', '.join(runs)}" for signature, runs in of.items())
+        for metric, of in found.items()
+        if len(of) > 1 and metric != "ter"  # which is not shown here
+    ]
 
 
 def _row(
@@ -253,7 +291,8 @@ def _values(of_seed: Mapping[int, Result], key: str) -> list[float]:
 def _seeds_of_one_only(of_seed: Mapping[int, Result], base: Mapping[int, Result]) -> list[str]:
     model, name = (next(iter(runs.values())).model for runs in (of_seed, base))
     return [
-        f"seed {_list(only)}: finished with {one}, but not with {other}"
+        f"seed {_list(only)}: finished with {one}, but not with {other}; "
+        "the difference is that of the means of all finished seeds"
         for one, other, only in (
             (model, name, sorted(of_seed.keys() - base.keys())),
             (name, model, sorted(base.keys() - of_seed.keys())),
@@ -273,7 +312,7 @@ def _difference(
     for seed in sorted(of_seed.keys() & base.keys()):
         run = of_seed[seed]
         try:
-            found, known = test_set.significance(run, base[seed], test_set.locate(run))
+            found, known = test_set.significance(run, base[seed], test_set.locate(run), missing)
         except QKNormError as error:
             missing.add("significance over the test set", run, error)
             continue
@@ -296,19 +335,25 @@ def _difference(
 def averages(groups: Sequence[Group]) -> list[Average]:
     """Over at least two pairs; the paper's two corpora count as one, all others by themselves."""
     found: dict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
+    unequal: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for group in groups:
         paper = group.corpus in PAPER_CORPORA
         corpora = " and ".join(PAPER_CORPORA) if paper else group.corpus
+        seeds = {row.model: row.seeds for row in group.rows}
         for row in group.rows:
             if row.difference is not None:
-                pairs = found[corpora, row.model, row.difference.base]
-                pairs[group.pair] = row.difference.bleu_tok
+                key = corpora, row.model, row.difference.base
+                found[key][group.pair] = row.difference.bleu_tok
+                if set(row.seeds) != set(seeds[row.difference.base]):
+                    unequal[key].append(group.pair)
     return [
         Average(
             *(corpora, model, base, list(pairs), statistics.fmean(pairs.values())),
+            unequal=unequal[corpora, model, base],
             paper=PAPER_AVERAGE
             if (model, base) == ("transformer_qknorm", "transformer_scalenorm")
             and corpora == " and ".join(PAPER_CORPORA)
+            and set(pairs) == PAPER_PAIRS
             else None,
         )
         for (corpora, model, base), pairs in found.items()

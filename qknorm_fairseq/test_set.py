@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -52,16 +51,21 @@ class TestSet:
 
 
 class Missing:
-    """What could not be computed, and why: a line for all runs with the same reason."""
+    """What could not be computed or kept, and why: a line for all runs with the same reason."""
 
     def __init__(self) -> None:
-        self.runs: dict[tuple[str, str], list[str]] = defaultdict(list)
+        self.runs: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
 
     def add(self, what: str, run: Result, error: QKNormError) -> None:
-        self.runs[what, str(error)].append(f"{run.model} seed {run.seed}")
+        self.runs[f"no {what} for", str(error)][f"{run.model} seed {run.seed}"] = None
+
+    def add_unkept(self, run: Result, error: OSError) -> None:
+        reason = f"{error.strerror or error}; it is computed anew each time"
+        what = "what takes long could not be kept in the folder of"
+        self.runs[what, reason][f"{run.model} seed {run.seed}"] = None
 
     def lines(self) -> list[str]:
-        return [f"no {what} for {', '.join(of)}: {why}" for (what, why), of in self.runs.items()]
+        return [f"{what} {', '.join(of)}: {why}" for (what, why), of in self.runs.items()]
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,13 @@ def locate(run: Result) -> TestSet:
     return TestSet(source, references, description)
 
 
-def significance(run: Result, base: Result, where: TestSet) -> tuple[dict[str, Any], bool]:
+def significance(
+    run: Result, base: Result, where: TestSet, missing: Missing
+) -> tuple[dict[str, Any], bool]:
     """The fields of :class:`qknorm_fairseq.significance.Comparison`, and whether they were known.
+
+    Args:
+        missing: hears if they can't be kept.
 
     Raises:
         QKNormError: hypotheses are missing, or the references are not those of the scores.
@@ -107,7 +116,7 @@ def significance(run: Result, base: Result, where: TestSet) -> tuple[dict[str, A
         tokenized = where.description.tokenized
         return asdict(compare_files(*files, metric=METRIC, lang=where.lang, tokenized=tokenized))
 
-    found, known = _kept(run, f"against {base.model} seed {base.seed}", files, compute)
+    found, known = _kept(run, f"against {base.model} seed {base.seed}", files, compute, missing)
     for result, value in ((base, found["base"]), (run, found["system"])):
         if result.score is None or abs(result.score[METRIC] - value) > 0.005:
             raise QKNormError(
@@ -117,8 +126,11 @@ def significance(run: Result, base: Result, where: TestSet) -> tuple[dict[str, A
     return found, known
 
 
-def bleu_by_length(run: Result, where: TestSet) -> tuple[list[float], bool]:
+def bleu_by_length(run: Result, where: TestSet, missing: Missing) -> tuple[list[float], bool]:
     """BLEU over the sentences of each of the test set's bins, and if it was known.
+
+    Args:
+        missing: hears if it can't be kept.
 
     Raises:
         QKNormError: the run's hypotheses are missing, or too few.
@@ -139,7 +151,7 @@ def bleu_by_length(run: Result, where: TestSet) -> tuple[list[float], bool]:
             scores.append(float(metric.corpus_score(*some).score))
         return scores
 
-    found, known = _kept(run, "BLEU by length", [hyp, ref, where.source], compute)
+    found, known = _kept(run, "BLEU by length", [hyp, ref, where.source], compute, missing)
     return list(found), known
 
 
@@ -156,7 +168,7 @@ def lengths(
         for run in of_seed.values():
             try:
                 where = locate(run)
-                found, known = bleu_by_length(run, where)
+                found, known = bleu_by_length(run, where, missing)
                 bins = bins or in_bins(where.lengths())
             except QKNormError as error:
                 missing.add("BLEU by length", run, error)
@@ -192,7 +204,11 @@ def in_bins(lengths: Sequence[int]) -> dict[str, list[int]]:
 
 
 def _kept(
-    run: Result, what: str, files: Sequence[Path], compute: Callable[[], Any]
+    run: Result,
+    what: str,
+    files: Sequence[Path],
+    compute: Callable[[], Any],
+    missing: Missing,
 ) -> tuple[Any, bool]:
     """What was computed from files and kept in the run's folder; computed where they changed."""
     for file in files:
@@ -206,12 +222,14 @@ def _kept(
     cache = run.folder / CACHE
     try:
         known = dict(read_object(cache))
-    except QKNormError:  # damaged: it is only a copy
+    except (QKNormError, OSError):  # damaged: it is only a copy
         known = {}
     entry = known.get(what)
     if isinstance(entry, dict) and entry.get("key") == key:
         return entry["value"], True
     value = compute()
-    with contextlib.suppress(OSError):  # a folder that can't be written into costs time only
+    try:
         write_json(cache, known | {what: {"key": key, "value": value}})
+    except OSError as error:  # costs time only
+        missing.add_unkept(run, error)
     return value, False

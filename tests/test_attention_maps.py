@@ -272,7 +272,7 @@ def test_statistics_of_a_run_are_those_of_each_sentence_by_itself(
     assert all(0 < values["entropy"] < 1 for values in found.values())
 
 
-def test_statistics_are_kept_for_as_long_as_the_checkpoint_is_the_same(
+def test_statistics_are_kept_for_as_long_as_what_they_are_of_is_the_same(
     checkpoint: Path, transformer_checkpoint: Path, prepared: Path, tmp_path: Path
 ) -> None:
     folder = run_folder(checkpoint, prepared, tmp_path / "run")
@@ -288,6 +288,26 @@ def test_statistics_are_kept_for_as_long_as_the_checkpoint_is_the_same(
     assert newer["encoder_1_self"]["entropy"] not in (0.125, first["encoder_1_self"]["entropy"])
     cache.write_text("{")
     assert of_run(folder, cpu=True) == newer
+    data = tmp_path / "data"
+    shutil.copytree(prepared, data)
+    (folder / "config.yaml").write_text(f"task:\n  data: {data}\n")
+    for side in ("xx", "yy"):
+        file = data / f"test.{side}"
+        lines = file.read_text("utf-8").splitlines(keepends=True)
+        file.write_text("".join(lines[: len(lines) // 2]), "utf-8")
+    shorter = of_run(folder, cpu=True)
+    assert shorter != newer
+    shutil.rmtree(data)  # the run was carried elsewhere
+    assert of_run(folder, cpu=True) == shorter
+
+
+def test_statistics_that_can_not_be_kept(checkpoint: Path, prepared: Path, tmp_path: Path) -> None:
+    folder = run_folder(checkpoint, prepared, tmp_path / "run")
+    (folder / "attention.json").mkdir()  # even root can't write a file there
+    heard: list[OSError] = []
+    found = of_run(folder, cpu=True, not_kept=heard.append)
+    assert "encoder_1_self" in found
+    assert [error.filename for error in heard] == [str(folder / "attention.json")]
 
 
 @pytest.mark.parametrize(

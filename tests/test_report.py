@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -18,10 +20,10 @@ from faults import Fault
 from qknorm_fairseq import report_tables as tables
 from qknorm_fairseq.errors import QKNormError
 from qknorm_fairseq.report import make as make_report
-from qknorm_fairseq.report import markdown, page
+from qknorm_fairseq.report import markdown, page, show, signatures
 from qknorm_fairseq.results import find
 from qknorm_fairseq.scores import score
-from qknorm_fairseq.summary import Group, Row, Summary, summarize
+from qknorm_fairseq.summary import Group, Row, SeedTest, Summary, summarize
 from qknorm_fairseq.test_set import in_bins
 
 BASE, QKNORM = "transformer_scalenorm_tiny", "transformer_qknorm_tiny"
@@ -185,9 +187,51 @@ def test_seeds_of_one_model_only_are_said(tmp_path: Path) -> None:
         run_folder(tmp_path, BASE, seed)
     for seed in (2, 3, 4):
         run_folder(tmp_path, QKNORM, seed)
-    notes = summary_of(tmp_path).groups[0].notes
-    assert f"seed 3, 4: finished with {QKNORM}, but not with {BASE}" in notes
-    assert f"seed 1: finished with {BASE}, but not with {QKNORM}" in notes
+    summary = summary_of(tmp_path)
+    of_all = "the difference is that of the means of all finished seeds"
+    notes = summary.groups[0].notes
+    assert f"seed 3, 4: finished with {QKNORM}, but not with {BASE}; {of_all}" in notes
+    assert f"seed 1: finished with {BASE}, but not with {QKNORM}; {of_all}" in notes
+    missing = [run.folder for run in summary.unfinished if run.state.startswith("missing: ")]
+    of = "catalogues/gl-en"
+    assert missing == [f"{of}/{QKNORM}/seed1", f"{of}/{BASE}/seed3", f"{of}/{BASE}/seed4"]
+
+
+def test_signatures_of_all_seeds_are_looked_at(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        folder = run_folder(tmp_path, BASE, seed)
+    run_folder(tmp_path, QKNORM, 1)
+    content = json.loads((folder / "score.json").read_text())
+    content["signatures"] |= {"chrf": "nrefs:1|other", "ter": "nrefs:1|other"}
+    write_json(folder / "score.json", content)
+    notes = [note for note in summary_of(tmp_path).groups[0].notes if "same way" in note]
+    assert notes == [
+        "chrf: not all runs were scored in the same way: "
+        f"nrefs:1|chrf for {QKNORM} seed 1, {BASE} seed 1; nrefs:1|other for {BASE} seed 2"
+    ]
+
+
+def test_duplicates_and_links_are_said(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    kept = run_folder(tmp_path, BASE, 1, 20)
+    shutil.copytree(kept, kept.with_name("seed01"))
+    (kept.with_name("seed01") / "score.json").unlink()  # which sorts first, but isn't finished
+    moved = run_folder(tmp_path, BASE, 2, 21)
+    moved.rename(tmp_path / "moved")
+    moved.symlink_to(tmp_path / "moved")
+    results, left_out = find(runs)
+    assert [result.folder for result in results] == [kept]
+    of = f"catalogues/gl-en/{BASE}"
+    assert left_out == [
+        f"{of}/seed01: the same pair, model and seed as {of}/seed1; left out",
+        f"{of}/seed2: a link to {tmp_path / 'moved'}, not followed; left out",
+    ]
+    made = make_report(runs, tmp_path / "out", command="", attention=False, say=lambda line: None)
+    assert set(left_out) <= set(made.summary.notes)
+    shutil.rmtree(kept)
+    shutil.rmtree(kept.with_name("seed01"))
+    with pytest.raises(QKNormError, match=r"no runs in it .*/seed2: a link to "):
+        find(runs)
 
 
 def test_settings_that_differ_are_flagged(tmp_path: Path) -> None:
@@ -196,9 +240,13 @@ def test_settings_that_differ_are_flagged(tmp_path: Path) -> None:
     lr = {"optimization.lr": [0.001], "optimizer.lr": [0.001]}
     run_folder(tmp_path, QKNORM, 1, config=lr)
     run_folder(tmp_path, QKNORM, 2, config=lr | {"dataset.max_tokens": 500})
-    run_folder(tmp_path, f"{QKNORM}+fixed_g", 1, config={"model.g_per": "fixed"})
+    no_word_dropout = {"model.word_dropout": 0.0}
+    run_folder(tmp_path, f"{QKNORM}+no_word_dropout", 1, config=no_word_dropout)
     unasked = {"model.g_per": "fixed", "model.dropout": 0.1}
-    run_folder(tmp_path, f"{QKNORM}+heads4", 1, config=unasked)
+    run_folder(tmp_path, f"{QKNORM}+fixed_g", 1, config=unasked)
+    other_value = {"model.g_per": "head", "model.attention_norm": "rms"}
+    run_folder(tmp_path, f"{QKNORM}+fixed_g", 2, config=other_value)
+    run_folder(tmp_path, f"{QKNORM}+heads4", 1, config=no_word_dropout)
     other = run_folder(tmp_path, f"{QKNORM}+postnorm", 1)
     write_json(other / "qknorm.json", description("catalogues") | {"vocab_size": 99})
     write_json(other / "environment.json", {"packages": {"torch": "2.6.0"}})
@@ -206,8 +254,14 @@ def test_settings_that_differ_are_flagged(tmp_path: Path) -> None:
     assert flags == {
         BASE: ["dataset.max_tokens: 500, not None (seed 2)"],
         QKNORM: ["optimization.lr: [0.001], not [0.002]"],
-        f"{QKNORM}+fixed_g": [],
-        f"{QKNORM}+heads4": ["model.dropout: 0.1, not 0.3"],
+        f"{QKNORM}+no_word_dropout": [],  # what the ablation is
+        f"{QKNORM}+fixed_g": [
+            "model.dropout: 0.1, not 0.3 (seed 1)",
+            f"model.attention_norm: rms, not l2 as {QKNORM}+fixed_g has it (seed 2)",
+            f"model.g_per: head, not fixed as {QKNORM}+fixed_g has it (seed 2)",
+            "dataset.max_tokens: None, not 500 (seed 2)",
+        ],
+        f"{QKNORM}+heads4": ["model.word_dropout: 0.0, not None"],
         f"{QKNORM}+postnorm": [
             "qknorm.json: other data, or prepared in another way",
             "torch: 2.6.0, not 2.13.0",
@@ -229,7 +283,17 @@ def test_average_over_pairs(tmp_path: Path) -> None:
     assert average.corpora == "iwslt15 and ted"
     assert average.pairs == ["en-vi", "gl-en", "sk-en"]
     assert average.difference == pytest.approx(1.0)
+    assert average.paper is None and average.unequal == []  # these are not the paper's five
+    for pair in ("ar-en", "en-he"):
+        run_folder(tmp_path, "transformer_scalenorm", 1, 20, corpus="ted", pair=pair)
+        run_folder(tmp_path, "transformer_qknorm", 1, 21, corpus="ted", pair=pair)
+    run_folder(tmp_path, "transformer_qknorm", 2, 23, corpus="ted", pair="ar-en")
+    summary = summary_of(tmp_path)
+    (average,) = summary.averages
     assert average.paper == 0.928
+    assert average.difference == pytest.approx(6 / 5)
+    assert average.unequal == ["ar-en"]
+    assert "have not finished the same seeds of ar-en" in tables.of_averages([average]).note
     papers = {
         (group.corpus, group.pair, row.model): row.paper
         for group in summary.groups
@@ -464,6 +528,7 @@ def test_the_page_is_whole_and_loads_nothing(reported: tuple[Path, str, str]) ->
     parser = PageText()
     parser.feed(text)
     assert parser.open == []
+    assert {"data:,", "#pair-1"} <= set(parser.addresses)
     assert all(address.startswith(("#", "data:,")) for address in parser.addresses)
     assert "@import" not in text
     assert text.count("<svg") >= 2 * 4 + 1  # gl-en has lengths too
@@ -471,6 +536,142 @@ def test_the_page_is_whole_and_loads_nothing(reported: tuple[Path, str, str]) ->
     assert len(ids) == len(set(ids)) > 0
     for file in (reported[0] / "out" / "plots").glob("*.svg"):
         assert file.with_suffix(".png").stat().st_size > 1000
+
+
+def test_better_is_what_both_tests_say(tmp_path: Path) -> None:
+    for seed in (1, 2, 3, 4):
+        run_folder(tmp_path, BASE, seed, 20)
+        run_folder(tmp_path, QKNORM, seed, 21)
+    (group,) = summary_of(tmp_path).groups
+    (row,) = (row for row in group.rows if row.difference)
+    assert row.difference is not None
+    row.difference.tests.extend(
+        SeedTest(1, difference, (0.0, 1.0), bootstrap, randomization, {})
+        for difference, bootstrap, randomization in (
+            (1.0, 0.04, 0.06),
+            (1.0, 0.06, 0.04),
+            (1.0, 0.04, 0.04),
+            (-1.0, 0.01, 0.01),
+        )
+    )
+    scores = tables.of_group(group)[0]
+    assert "1 better, 1 worse of 4" in scores.rows[1]
+    assert "both the paired bootstrap and the approximate randomization" in scores.note
+
+
+STATISTICS = {
+    BASE: {"encoder_1_self": (0.4, 0.3), "decoder_1_cross": (0.6, 0.1)},
+    QKNORM: {"encoder_1_self": (0.5, 0.1), "decoder_1_cross": (0.5, 0.1)},
+}
+
+
+def test_attention_beside_the_baselines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def of_run(folder: Path, **options: Any) -> dict[str, dict[str, float]]:
+        more = 0.02 if folder.name == "seed2" else 0.0
+        return {
+            module: {"entropy": entropy, "saturated": saturated + more}
+            for module, (entropy, saturated) in STATISTICS[folder.parent.name].items()
+        }
+
+    monkeypatch.setattr("qknorm_fairseq.attention_statistics.of_run", of_run)
+    for pair in ("gl-en", "sk-en"):
+        for model, seed in ((BASE, 1), (QKNORM, 1), (QKNORM, 2)):
+            run_folder(tmp_path, model, seed, 20, pair=pair)
+    made = make_report(tmp_path / "runs", tmp_path / "out", command="", say=lambda line: None)
+    # The mean of two seeds is 0.11: fewer than 0.3, but not than 0.1.
+    sentence = (
+        f"Attention of {QKNORM} against {BASE}: fewer saturated rows (one weight over 0.99) in 1 "
+        "of 2 modules, 11.0% against 20.0% on average; higher entropy in 1 of 2, 0.50 against 0.50"
+    )
+    over_pairs = sentence.replace(":", " over all pairs:", 1).replace("1 of 2", "2 of 4")
+    monkeypatch.setenv("COLUMNS", "500")
+    show(made, tmp_path / "out")
+    printed = capsys.readouterr().out
+    parser = PageText()
+    parser.feed((tmp_path / "out" / "report.html").read_text("utf-8"))
+    written = (tmp_path / "out" / "report.md").read_text("utf-8")
+    for text in (printed, parser.text, written):
+        assert text.count(sentence) == 2
+        assert text.count(over_pairs) == 1
+    row = f"| encoder 1 self | {QKNORM} | 0.50 | 0.40 | 11.0% | 30.0% |"
+    assert written.count(row) == 2
+    assert written.index(sentence) < written.index(row)
+    assert "30.0%" in parser.text and "30.0%" not in printed
+    content = json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))
+    (over,) = content["attention_compared"]
+    assert (over["fewer_saturated"], over["higher_entropy"], len(over["modules"])) == (2, 2, 4)
+    (one,) = content["groups"][0]["attention_compared"]
+    assert one["modules"]["encoder_1_self"]["saturated"] == pytest.approx(0.11)
+    assert one["base_mean"] == pytest.approx({"entropy": 0.5, "saturated": 0.2})
+
+
+def test_a_folder_that_can_not_be_written_costs_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_run(folder: Path, *, cpu: bool, not_kept: Callable[[OSError], None]) -> dict[str, Any]:
+        not_kept(PermissionError(errno.EACCES, "Permission denied", str(folder)))
+        return {"encoder_1_self": {"entropy": 0.5, "saturated": 0.1}}
+
+    monkeypatch.setattr("qknorm_fairseq.attention_statistics.of_run", of_run)
+    prepared_folder(tmp_path)
+    for model in (BASE, QKNORM):
+        folder = run_folder(tmp_path, model, hypotheses=translations(5))
+        (folder / "comparisons.json").mkdir()  # even root can't write a file there
+    made = make_report(tmp_path / "runs", tmp_path / "out", command="", say=lambda line: None)
+    (group,) = made.summary.groups
+    (difference,) = [row.difference for row in group.rows if row.difference]
+    assert len(difference.tests) == 1 and group.lengths is not None
+    said = "what takes long could not be kept in the folder of"
+    anew = "it is computed anew each time"
+    assert [note for note in group.notes if "not be kept" in note] == [
+        f"{said} {QKNORM} seed 1, {BASE} seed 1: Is a directory; {anew}",
+        f"{said} {QKNORM} seed 1, {BASE} seed 1: Permission denied; {anew}",
+    ]
+
+
+def test_the_terminals_tables_fit_into_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared_folder(tmp_path)
+    for model, wrong in ((BASE, 5), (QKNORM, 4), ("transformer", 5)):
+        for seed in (1, 2, 3):
+            run_folder(tmp_path, model, seed, hypotheses=translations(wrong))
+    run_folder(tmp_path, f"{QKNORM}+no_word_dropout", 4, None)
+    for model in (BASE, QKNORM):
+        run_folder(tmp_path, model, 1, 20, pair="sk-en")
+    out = tmp_path / "out"
+    made = make_report(
+        tmp_path / "runs", out, command="", attention=False, base=BASE, say=lambda line: None
+    )
+    monkeypatch.setenv("COLUMNS", "80")
+    show(made, Path("out"))
+    printed = capsys.readouterr().out
+    known = [signature for _, signature in signatures(made.summary)]
+    lines = [line.rstrip() for line in printed.splitlines() if not line.endswith(tuple(known))]
+    assert len(lines) > 40 and max(map(len, lines)) <= 80
+    # What stands in a cell is there whole, but for line breaks between its words or names' parts.
+    groups = [table for section in made.sections for table in tables.of_group(section.group)]
+    rest = tables.of_averages(made.summary.averages), tables.of_unfinished(made.summary.unfinished)
+    cells = " ".join(cell for table in (*groups, *rest) for row in table.rows for cell in row)
+    parts = set(re.split(r"[\s_/+]+", cells))
+    assert {"scalenorm", "dropout", "3,000,000"} <= parts
+    assert parts <= set(re.split(r"[\s_/+]+", printed))
+    for signature in known:
+        assert signature in printed
+    assert "The commands that reproduce the rows: below each pair's tables in out/report.md" in (
+        " ".join(printed.split())
+    )
+
+
+def test_a_bar_in_a_name_is_no_column(tmp_path: Path) -> None:
+    run_folder(tmp_path, "a|b")
+    report = make_report(
+        tmp_path / "runs", tmp_path / "out", command="", attention=False, say=lambda line: None
+    )
+    rows = [line for line in markdown(report).splitlines() if line.startswith("| a")]
+    assert rows and all(row.startswith(r"| a\|b | ") for row in rows)
 
 
 def test_names_are_no_markup(tmp_path: Path) -> None:

@@ -62,6 +62,10 @@ def test_the_page_in_a_browser(report: Path) -> None:
                 assert overflowing(browser, size[0]) == [], size
                 heading = browser.run("getComputedStyle(document.querySelector('thead')).position")
                 assert heading == ("absolute" if size != DESKTOP else "static")  # cards on a phone
+                parts = browser.run(
+                    "[...document.querySelectorAll('td')].map(td => td.children.length)"
+                )
+                assert set(parts) == {0, 1}  # a cell's text in one piece beside its label
             colours[scheme] = browser.run(background)
         assert colours["light"] == "rgb(255, 255, 255)"
         assert colours["dark"] != colours["light"]
@@ -78,6 +82,7 @@ def test_the_page_on_paper(report: Path) -> None:
         assert browser.run("getComputedStyle(document.body).backgroundColor") == (
             "rgb(255, 255, 255)"
         )
-        boxes = "[...document.querySelectorAll('figure div')]"
-        assert browser.run(f"{boxes}.every(d => d.scrollWidth <= d.clientWidth)")  # none cut off
+        plots = "[...document.querySelectorAll('figure div')]"
+        whole = browser.run(f"{plots}.map(box => box.scrollWidth <= box.clientWidth)")
+        assert set(whole) == {True}  # there are plots, and none is cut off
         assert browser.complaints == []
