@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,9 @@ PROJECT = Path(__file__).resolve().parent.parent
 SYLLABLES_XX = ("ka", "lo", "mi", "tu", "ne")
 SYLLABLES_YY = ("sha", "dor", "gwe", "çe", "ôt")
 SENTENCES = {"train": 400, "valid": 40, "test": 30}
+
+# A shell that starts the tests in the background has them, and so the commands, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Files = dict[str, tuple[Path, Path]]
 
@@ -108,7 +112,8 @@ def clean_environment() -> dict[str, str]:
 
     One thread: for models this small, several only wait for each other.
     """
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("QKNORM_")}
+    changing = ("QKNORM_", "COLUMNS", "LINES")
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(changing)}
     return ours | {"OMP_NUM_THREADS": "1"}
 
 
