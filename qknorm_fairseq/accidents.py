@@ -10,11 +10,16 @@ module whose output, or its gradient, isn't. Two things are in its way:
 
 A batch for which memory does not suffice is left out. Where that is all of them, fairseq would go
 through epoch after epoch without an update, for ever.
+
+A process that reads data ends once its training is gone. torch lets it remember who its parent is
+when it is ready: if the training was killed before that, it took whoever adopts orphans for it, and
+stayed for ever.
 """
 
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +27,7 @@ import torch
 from fairseq.nan_detector import NanDetector
 from fairseq.trainer import Trainer
 from torch import Tensor
+from torch.utils.data._utils.worker import ManagerWatchdog
 
 from qknorm_fairseq.around import around
 from qknorm_fairseq.errors import QKNormError
@@ -33,6 +39,7 @@ def install() -> None:
     around(NanDetector, "_detect", _detect)
     around(Trainer, "_log_oom", _log_oom)
     around(Trainer, "begin_epoch", _begin_epoch)
+    around(ManagerWatchdog, "__init__", _know_parent)
 
 
 def _add_hooks(inner: Any, detector: Any, module: Any) -> None:
@@ -78,3 +85,10 @@ def _begin_epoch(inner: Any, trainer: Any, epoch: int) -> None:
         raise QKNormError(f"epoch {epoch - 1}: out of memory with every batch")
     trainer.qknorm_left_out, trainer.qknorm_updates = False, updates
     inner(trainer, epoch)
+
+
+def _know_parent(inner: Any, watchdog: Any) -> None:
+    inner(watchdog)
+    parent = multiprocessing.parent_process()
+    if parent is not None and multiprocessing.get_start_method() == "fork":
+        watchdog.manager_pid = parent.pid  # as it was before the fork

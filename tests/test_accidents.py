@@ -350,3 +350,33 @@ def translate(model: Any, task: Any, sample: dict[str, Any]) -> list[tuple[list[
         best = [both[0] for both in generator.generate([model], sample)]
     model.train()
     return [(one["tokens"].tolist(), float(one["score"])) for one in best]
+
+
+def test_a_reader_of_data_ends_that_begins_after_its_training_was_killed(run: Run) -> None:
+    """The moment is forced here: the parent is gone before the child looks who that is."""
+    program = """
+import multiprocessing, os, sys, time
+import qknorm_fairseq
+from torch.utils.data._utils.worker import ManagerWatchdog
+
+qknorm_fairseq.register()
+
+def reader(parent, end):
+    watchdog = ManagerWatchdog()
+    assert watchdog.is_alive()
+    if end:
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        print(ManagerWatchdog().is_alive(), watchdog.is_alive(), flush=True)
+
+def begin(end):
+    process = multiprocessing.Process(target=reader, args=(os.getpid(), end))
+    process.start()
+    return process
+
+assert (begin(False).join() or True)
+begin(True)
+os._exit(0)
+"""
+    done = run("python", "-c", program)
+    assert (done.returncode, done.stdout) == (0, "False False\n"), done.stderr
