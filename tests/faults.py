@@ -1,6 +1,6 @@
 """The table of faults tried and what happened, as the tests that tried them saw it.
 
-    python -m pytest --faults data/results/faults.md
+    python -m pytest --faults=data/results/faults.md
 
 A test says what it did and what came of it with the fixture `fault`; the row is kept if the test
 passes. Without `--faults` nothing is written.
@@ -72,7 +72,7 @@ def table(rows: list[Row]) -> str:
     text = [
         "# Faults tried, and what happened",
         "",
-        "Written by the tests that tried them: `python -m pytest --faults data/results/faults.md`.",
+        "Written by the tests that tried them: `python -m pytest --faults=data/results/faults.md`.",
         "Messages are the program's own, without folders.",
     ]
     for area in sorted({row.area for row in rows}):
