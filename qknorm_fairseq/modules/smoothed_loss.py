@@ -5,8 +5,8 @@ With logits z = W x + b and p = softmax(z) over the allowed tokens A, the loss o
     n (-log p_y) + s sum over A of (-log p_v)
     d loss / d z_v = (n + s |A|) p_v - n [v = y] - s
 
-so that one array of N x V is read and written a few times. By torch's own functions it is ten, each
-of them of the padded batch, and on a CPU these cost as much as a product with the table.
+so that one array of N x V is read and written a few times; torch's own functions make several of
+the padded batch, there and back (`qknorm bench train` shows what all of it brings).
 """
 
 from __future__ import annotations
